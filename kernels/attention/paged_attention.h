@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+// paged_attention: causal attention of new rows over their sequence's paged K and V (written before).
+//
+//   out[t, h] = sum_j p_j V[j, h'],  p = softmax_j(scale * q[t, h] . K[j, h']),  h' = h / (Nq / Nkv),
+//   j from (window > 0 ? max(0, pos - window + 1) : 0) to pos = positions[t]; with sinks, exp(sink[h]) joins the denominator
+//   (not scaled) and takes no value.
+// Sequence s owns rows row_begin[s] .. row_begin[s+1]) of the batch, at consecutive positions. fp32 softmax.
+// A row's bits depend on its own q and context alone (keys are visited in blocks counted from the first
+// block in sight), not on how a prompt was cut into chunks. Keys outside the range are never read: unwritten
+// memory may hold NaN.
+#pragma once
+
+#include "kernels/attention/kv_view.h"
+#include "kernels/base/stream.h"
+#include "kernels/base/tensor.h"
+
+namespace moelora {
+
+struct PagedAttentionArgs {
+  Rows q;                               // [T, Nq * D]
+  Rows out;                             // [T, Nq * D]
+  int32_t num_sequences = 0;
+  int32_t num_heads = 0;                // Nq
+  const int32_t* row_begin = nullptr;   // [num_sequences + 1]
+  const int32_t* positions = nullptr;   // [T]
+  float scale = 0.0f;
+  int32_t window = 0;                   // 0 = all
+  const float* sinks = nullptr;         // [Nq] or null
+  KvView kv;
+  int32_t layer = 0;
+};
+
+void paged_attention_cpu(const PagedAttentionArgs& args, Stream& stream);   // reference
+void paged_attention_simd(const PagedAttentionArgs& args, Stream& stream);
+
+}  // namespace moelora

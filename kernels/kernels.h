@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// The complete list of device work, filled once per device. Nothing above asks which backend it is.
+// An op is the contract (its header); a kernel is one implementation. See README.md beside this file.
+#pragma once
+
+#include "kernels/attention/paged_attention.h"
+#include "kernels/attention/rope_kv_write.h"
+#include "kernels/dense/embedding.h"
+#include "kernels/dense/linear.h"
+#include "kernels/dense/rms_norm.h"
+#include "kernels/dense/swiglu.h"
+#include "kernels/memory/fill_random.h"
+#include "kernels/memory/page_copy.h"
+#include "kernels/moe/moe_combine.h"
+#include "kernels/moe/moe_down.h"
+#include "kernels/moe/moe_gate_up.h"
+#include "kernels/moe/moe_sort.h"
+#include "kernels/moe/router_topk.h"
+#include "kernels/sampling/sample_tokens.h"
+
+namespace moelora {
+
+struct Kernels {
+  const char* name;
+  void (*embedding)(const EmbeddingArgs&, Stream&);
+  void (*rms_norm)(const RmsNormArgs&, Stream&);
+  void (*linear)(const LinearArgs&, Stream&);
+  void (*swiglu)(const SwigluArgs&, Stream&);
+  void (*rope_kv_write)(const RopeKvWriteArgs&, Stream&);
+  void (*paged_attention)(const PagedAttentionArgs&, Stream&);
+  void (*router_topk)(const RouterTopkArgs&, Stream&);
+  void (*moe_sort)(const MoeSortArgs&, Stream&);
+  void (*moe_gate_up)(const MoeGateUpArgs&, Stream&);
+  void (*moe_down)(const MoeDownArgs&, Stream&);
+  void (*moe_combine)(const MoeCombineArgs&, Stream&);
+  void (*sample_tokens)(const SampleTokensArgs&, Stream&);
+  void (*copy_pages)(const CopyPagesArgs&, Stream&);
+  void (*write_pages)(const WritePagesArgs&, Stream&);
+  void (*fill_random)(const FillRandomArgs&, Stream&);
+};
+
+const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests
+const Kernels& kernels_cpu();        // SIMD where it pays, the reference elsewhere
+
+}  // namespace moelora

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_combine: hidden[t] += sum_j weights[t, j] * down[position(t, j)]  (+ sigmoid(shared_gate[t]) * shared[t], or
+// + shared[t] where shared_gate is empty). j ascending, fp32.
+#pragma once
+
+#include "kernels/base/stream.h"
+#include "kernels/base/tensor.h"
+#include "kernels/moe/moe_sort.h"
+
+namespace moelora {
+
+struct MoeCombineArgs {
+  Rows down;                        // [T * K, H], sorted order
+  const float* weights = nullptr;   // [T, K]
+  MoeOrder order;
+  int32_t num_rows = 0;
+  int32_t top_k = 0;
+  int32_t width = 0;                // H
+  Rows shared;                      // [T, H] or data == null
+  Rows shared_gate;                 // [T, 1] or data == null
+  Rows hidden;                      // [T, H], accumulated
+};
+
+void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream);   // reference
+void moe_combine_simd(const MoeCombineArgs& args, Stream& stream);
+
+}  // namespace moelora

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+// An adapter checked and packed once: the byte stream of kernels/lora/adapter_layout.h in host memory, and what
+// there is to say about it. Immutable after load; shared by every handle and request that uses it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/base/tensor.h"
+#include "kernels/lora/adapter_layout.h"
+#include "runtime/model/config.h"
+
+namespace moelora {
+
+struct AdapterImage {
+  std::vector<std::byte> stream;  // whole granules
+  int32_t max_rank = 0;           // largest rank of any module
+  float alpha = 0.0f;             // lora_alpha of the config
+  int32_t rank = 0;               // r of the config
+  uint32_t modules = 0;           // bit i: LoraModule i; bit 16 + i: ExpertModule i
+  int32_t num_layers = 0;         // layers with any pair
+  int32_t num_experts = 0;        // most experts adapted in any layer
+  int32_t num_tensors = 0;        // of the file, all used
+  int32_t num_tensors_unmatched = 0;  // lenient load only
+  std::string dtype;              // "BF16", "F32", "F16", "mixed": as stored
+  uint64_t file_bytes = 0;
+  uint64_t fingerprint = 0;       // of config and weights bytes
+  std::vector<std::string> warnings;
+};
+
+enum class ExpertOrientation : uint8_t { kAuto, kNatural, kReversed };
+enum class ExpertBLayout : uint8_t { kAuto, kRankMajor, kGroupedByExpert };
+
+struct AdapterLoadOptions {
+  int32_t max_rank = 256;           // option max_lora_rank
+  bool lenient = false;             // unmatched tensors are counted instead of refused
+  Compute compute = Compute::kExact;
+  ExpertOrientation orientation = ExpertOrientation::kAuto;
+  ExpertBLayout b_layout = ExpertBLayout::kAuto;
+};
+
+// PEFT folder: adapter_config.json + adapter_model.safetensors. Throws Error naming file, tensor or key:
+// kIo, kCorrupt, kUnsupported (peft_type, DoRA, ... of formats.md B2/B9), kAdapterMismatch (shape, rank, base,
+// unknown tensor).
+std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
+                                                     const AdapterLoadOptions& options);
+std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
+                                                        size_t weights_bytes, const ModelConfig& config,
+                                                        const AdapterLoadOptions& options);
+// Random bf16 A and B of one rank on attention and/or experts (dense: MLP), for benchmarks.
+std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, int32_t rank, bool attention,
+                                                   bool experts, uint64_t seed);
+
+}  // namespace moelora

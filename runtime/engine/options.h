@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// The options of an engine: one table of keys with type, default and help, from which the config builder, TOML
+// loading, their error messages and the documentation all come.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/base/tensor.h"
+
+namespace moelora {
+
+struct EngineOptions {
+  std::string device = "cpu";           // cpu | cuda
+  int64_t num_threads = 0;              // CPU workers; 0 = one for each available core
+  Compute compute = Compute::kExact;    // key "compute": exact | bf16
+  std::string kv_dtype = "auto";        // auto | f32 | bf16
+  bool deterministic = false;
+  bool random_weights = false;
+  int64_t seed = 0;                     // of random weights
+  int64_t device_memory_bytes = 0;      // page pool, KV and adapters together; 0 = from the fraction
+  double device_memory_fraction = 0.25; // of free memory at creation
+  int64_t host_memory_bytes = 0;        // host copies of adapters; 0 = no limit
+  int64_t max_adapters_resident = 64;
+  int64_t max_lora_rank = 256;
+  int64_t kv_block_tokens = 16;
+  int64_t max_num_sequences = 64;       // running at once
+  int64_t max_batch_tokens = 512;       // rows of a step
+  int64_t max_queued_requests = 1024;
+  int64_t max_context_tokens = 0;       // 0 = the model's
+  int64_t output_buffer_tokens = 4096;  // tokens a request holds unread before it pauses
+  std::string overrun = "pause";        // pause | fail
+  std::string kernels = "auto";         // auto | reference (CPU: the plain loops)
+  int64_t audit = 0;                    // 0 off, 1 at load and close, 2 every step
+};
+
+enum class OptionType : uint8_t { kString, kInt, kNumber, kBool };
+struct OptionKey {
+  const char* name;
+  OptionType type;
+  const char* default_text;
+  const char* help;
+};
+const std::vector<OptionKey>& option_keys();
+
+// Setters check key, type and range; throw Error{kInvalid} naming the key, its range and, for an unknown key, near
+// matches. Bools accept set_int 0/1 and set_string "true"/"false".
+void set_option(EngineOptions& options, const std::string& key, const std::string& value);
+void set_option(EngineOptions& options, const std::string& key, int64_t value);
+void set_option(EngineOptions& options, const std::string& key, double value);
+// Reads a TOML table of keys (toml++); `source` names the file in messages, which give line and key.
+void load_options_toml(EngineOptions& options, const std::string& text, const std::string& source);
+
+}  // namespace moelora

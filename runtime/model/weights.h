@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The weights of a model as plain views, in stored dtype, straight out of the mapped checkpoint (or out of
+// memory of random values for benchmarks). Every expected tensor is checked for presence, dtype and shape; every
+// unexpected tensor is refused by name (formats.md A0).
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "kernels/base/tensor.h"
+#include "kernels/moe/moe_gate_up.h"
+#include "runtime/model/config.h"
+
+namespace moelora {
+
+struct LayerWeights {
+  Weight input_norm;      // [1, H]
+  Weight q, k, v, o;      // [Nq*D, H] [Nkv*D, H] [Nkv*D, H] [H, Nq*D]
+  Weight q_bias, k_bias, v_bias, o_bias;
+  Weight q_norm, k_norm;  // [1, D] per head, or [1, Nq*D] / [1, Nkv*D] full
+  Weight post_norm;       // [1, H]
+  // Dense MLP.
+  Weight gate, up, down;  // [I, H] [I, H] [H, I]
+  Weight gate_bias, up_bias, down_bias;
+  // MoE.
+  Weight router;          // [E, H]
+  std::vector<const void*> expert_gate_data, expert_up_data, expert_down_data;  // [E] each
+  ExpertWeights expert_gate, expert_up, expert_down;                            // view the vectors above
+  Weight shared_gate, shared_up, shared_down;  // Qwen2-MoE
+  Weight shared_expert_gate;                   // [1, H]
+};
+
+class Weights {
+ public:
+  // Opens DIR's safetensors (index or single file). The files stay mapped while Weights lives.
+  static std::unique_ptr<Weights> load(const std::string& dir, const ModelConfig& config);
+  // Values of fill_random, |w| about 1/sqrt(width), norms near 1, in huge-page friendly memory.
+  static std::unique_ptr<Weights> random(const ModelConfig& config, uint64_t seed);
+  ~Weights();
+  Weights(const Weights&) = delete;
+  Weights& operator=(const Weights&) = delete;
+
+  Weight embedding;   // [V, H]
+  Weight final_norm;  // [1, H]
+  Weight lm_head;     // [V, H]; the embedding where tied
+  std::vector<LayerWeights> layers;
+  [[nodiscard]] uint64_t bytes() const { return bytes_; }  // stored bytes of all tensors used
+  // The largest contiguous areas, to measure the read bandwidth of this very memory (bench).
+  struct Area { const std::byte* data; size_t bytes; };
+  [[nodiscard]] std::vector<Area> areas() const;
+
+ private:
+  Weights();
+  struct Storage;
+  std::unique_ptr<Storage> storage_;
+  uint64_t bytes_ = 0;
+};
+
+// Bytes that a decode step reads of the weights when `active` experts of each MoE layer are used; without the
+// embedding table.
+double weight_bytes_of_step(const ModelConfig& config, const Weights& weights, double active);
+// Stored bytes that config.json implies, without opening weights (plan_memory).
+uint64_t weight_bytes_of_config(const ModelConfig& config);
+
+}  // namespace moelora
