@@ -11,6 +11,7 @@
 #include "kernels/dense/swiglu.h"
 #include "kernels/memory/fill_random.h"
 #include "kernels/memory/page_copy.h"
+#include "kernels/memory/read_memory.h"
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_down.h"
 #include "kernels/moe/moe_gate_up.h"
@@ -37,6 +38,7 @@ struct Kernels {
   void (*copy_pages)(const CopyPagesArgs&, Stream&);
   void (*write_pages)(const WritePagesArgs&, Stream&);
   void (*fill_random)(const FillRandomArgs&, Stream&);
+  void (*read_memory)(const ReadMemoryArgs&, Stream&);
 };
 
 const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests

@@ -4,8 +4,9 @@
 // Order: suppressed tokens to -inf; repetition penalty (tokens of prompt and output: positive logits divided,
 // negative multiplied), presence and frequency (output only); greedy (temperature 0): argmax; else temperature,
 // min-p (p >= min_p * max p), top-k, top-p (smallest set of sum >= top_p, the crossing token included), draw.
-// Ties: lowest id. Logprobs and ranks are of the raw logits, before all of this. A row with a NaN, or without
-// any finite logit, gets status 1 and token -1.
+// top-p renormalises over what min-p and top-k left.
+// Ties: lowest id. Logprobs and ranks are of the raw logits, before all of this. A row with a NaN or +inf, or without
+// any finite logit (also once the suppressed tokens are gone), gets status 1 and token -1.
 // The draw uses Philox4x32-10 (Salmon et al. 2011), key = seed, counter = draw index of the request: it depends on
 // nothing else in the batch.
 #pragma once

@@ -13,49 +13,16 @@
 #include <thread>
 #include <vector>
 
+#include "runtime/adapter/adapter.h"
 #include "runtime/adapter/adapter_image.h"
 #include "runtime/engine/options.h"
 #include "runtime/engine/request.h"
+#include "runtime/engine/sequence.h"
+#include "runtime/engine/session.h"
 #include "runtime/engine/token_stream.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
-
-// An adapter registered with an engine. Handle = identity: a reload is another Adapter.
-struct Adapter {
-  uint64_t id = 0;          // unique in the process, never reused
-  std::string name;
-  float scale = 1.0f;       // the handle's own factor (clone)
-  std::shared_ptr<const AdapterImage> image;
-  std::atomic<int32_t> slot{0};       // > 0 while resident; written by the engine thread
-  std::atomic<int32_t> pins{0};       // by the host
-  std::atomic<int32_t> in_flight{0};  // requests submitted and not finished
-  std::atomic<bool> unloaded{false};
-  std::atomic<uint64_t> requests{0}, tokens{0}, loads{0}, hits{0};
-};
-
-struct KvSequence;  // kept KV: blocks and tokens (runtime/memory/kv_cache.h)
-
-struct Session {
-  uint64_t id = 0;
-  std::shared_ptr<Adapter> adapter;  // fixed for life
-  float scale = 1.0f;
-  std::atomic<bool> busy{false};     // one running request at a time
-  std::atomic<bool> closed{false};
-  // Engine thread, or any thread under Engine's lock while not busy.
-  std::vector<int32_t> tokens;       // history, capacity for the context reserved
-  std::shared_ptr<KvSequence> kv;
-};
-
-// A request that was submitted. Shared by the host's handle and the engine.
-struct Submission {
-  Request request;
-  std::unique_ptr<TokenStream> stream;
-  std::atomic<bool> cancelled{false};
-  std::atomic<bool> drop_turn{false};  // cancel rolls the session back
-  double submitted_ms = 0;
-  double deadline_at_ms = 0;           // absolute, monotonic; 0 = none
-};
 
 struct EngineInfo {
   ModelConfig config;
@@ -145,10 +112,12 @@ class Engine {
   double measure_read_bandwidth();  // bytes/s over this engine's weights with this engine's threads; call while idle or between steps
   double weight_bytes(double active_experts) const;
 
-  class Parts;  // everything behind the thread; engine.cc
+  class Parts;  // everything behind the thread; engine_parts.h
 
  private:
   Engine();
+  std::shared_ptr<Sequence> make_sequence(const std::shared_ptr<Submission>& submission);
+  void enqueue(std::shared_ptr<Sequence> sequence);
   std::unique_ptr<Parts> parts_;
 };
 

@@ -3,13 +3,28 @@
 // loading, their error messages and the documentation all come.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "kernels/base/error.h"
 #include "kernels/base/tensor.h"
 
 namespace moelora {
+
+// How far the opening of a model is, and whether somebody wants it stopped. Shared by the config builder and
+// Engine::create, which calls `report` between its parts.
+struct LoadProgress {
+  std::atomic<double> fraction{0.0};  // 0 to 1
+  std::atomic<bool> abort{false};
+  // Throws Error{kCancelled} if the host asked for it.
+  void report(double done) {
+    fraction.store(done);
+    if (abort.load()) throw Error(Status::kCancelled, "opening the model was cancelled by moelora_engine_abort_load");
+  }
+};
 
 struct EngineOptions {
   std::string device = "cpu";           // cpu | cuda
@@ -33,6 +48,7 @@ struct EngineOptions {
   std::string overrun = "pause";        // pause | fail
   std::string kernels = "auto";         // auto | reference (CPU: the plain loops)
   int64_t audit = 0;                    // 0 off, 1 at load and close, 2 every step
+  std::shared_ptr<LoadProgress> progress;  // not a key; null = nobody watches
 };
 
 enum class OptionType : uint8_t { kString, kInt, kNumber, kBool };

@@ -7,8 +7,8 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <memory>
+#include <memory_resource>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -29,14 +29,18 @@ struct Event {
 };
 
 // Completion queue with an eventfd that is readable while the queue is not empty. At most one kTokens event a
-// stream is queued at a time. All functions are thread-safe.
+// stream and one kWake event are queued at a time. All functions are thread-safe. Whoever will push from the engine
+// thread announces it by `expect`, so that a push finds room: at most the number expected is outstanding.
 class CompletionQueue {
  public:
   CompletionQueue();
   ~CompletionQueue();
   CompletionQueue(const CompletionQueue&) = delete;
   CompletionQueue& operator=(const CompletionQueue&) = delete;
-  void push(const Event& event);
+  // `taken`, if any, is set to true when a waiter takes the event.
+  void push(const Event& event, std::shared_ptr<std::atomic<bool>> taken = nullptr);
+  // Makes room for `count` more events that can be outstanding at once; `expect(-count)` gives it back.
+  void expect(int count);
   // Waits up to timeout_ms (0 poll, negative for ever); returns the number of events copied. `closed` is set if
   // the queue was closed meanwhile.
   size_t wait(int32_t timeout_ms, Event* events, size_t capacity, bool* closed);
@@ -45,10 +49,18 @@ class CompletionQueue {
   [[nodiscard]] int fd() const { return fd_; }
 
  private:
+  struct Slot {
+    Event event;
+    std::shared_ptr<std::atomic<bool>> taken;
+  };
+  void grow(size_t capacity);
   void signal();
   std::mutex mutex_;
   std::condition_variable ready_;
-  std::deque<Event> events_;
+  std::vector<Slot> ring_;
+  size_t first_ = 0;
+  size_t size_ = 0;
+  size_t expected_ = 0;
   int fd_ = -1;
   bool closed_ = false;
 };
@@ -75,9 +87,13 @@ struct RequestResult {
 
 class TokenStream {
  public:
-  // Reserves room for max_tokens tokens, logprob entries and captured logits rows.
+  // Reserves room for max_tokens tokens, logprob entries and captured logits rows; history_tokens is the length of
+  // the session before this request.
   TokenStream(const Request& request, int32_t vocab_size, std::shared_ptr<CompletionQueue> queue, uint64_t handle,
-              uint64_t tag);
+              uint64_t tag, int64_t history_tokens = 0);
+  ~TokenStream();
+  TokenStream(const TokenStream&) = delete;
+  TokenStream& operator=(const TokenStream&) = delete;
 
   // Engine thread.
   void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs);
@@ -88,22 +104,27 @@ class TokenStream {
   // Reader's side. kOk: n tokens copied (>= 1); kTimeout; kEnd: finished and all read; kClosed: close_reader().
   // kBusy: another reader is inside.
   Status read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n);
+  // Wakes the reader; from here on no event is pushed.
   void close_reader();
   [[nodiscard]] bool finished() const;
+  [[nodiscard]] size_t num_read() const;
   [[nodiscard]] RequestResult result() const;
-  size_t read_logprobs(int32_t first_position, int32_t num_positions, TopLogprob* buffer, size_t capacity, size_t* needed) const;
+  // Copies the entries of those positions if all fit; `needed` gets their number. Returns the number copied.
+  size_t read_logprobs(int32_t first_position, int32_t num_positions, TopLogprob* buffer, size_t capacity,
+                       size_t* needed) const;
   // Captured logits, rows in order of position from first_position().
   [[nodiscard]] int32_t captured_rows() const;
   [[nodiscard]] int32_t captured_first() const;
+  // Copies a row; returns vocab_size, or 0 if there is no such row. Copies nothing if capacity is smaller.
   size_t read_captured(int32_t row, float* buffer, size_t capacity) const;
 
  private:
   mutable std::mutex mutex_;
   std::condition_variable ready_;
-  std::vector<int32_t> tokens_;
+  std::pmr::vector<int32_t> tokens_;
   size_t num_read_ = 0;
-  std::vector<TopLogprob> logprobs_;
-  std::vector<float> captured_;
+  std::pmr::vector<TopLogprob> logprobs_;
+  std::pmr::vector<float> captured_;
   int32_t captured_first_ = -1;
   int32_t captured_rows_ = 0;
   int32_t vocab_size_ = 0;
@@ -114,7 +135,7 @@ class TokenStream {
   std::shared_ptr<CompletionQueue> queue_;
   uint64_t handle_ = 0;
   uint64_t tag_ = 0;
-  bool event_pending_ = false;
+  std::shared_ptr<std::atomic<bool>> event_taken_;  // false while a kTokens event waits in the queue
 };
 
 }  // namespace moelora

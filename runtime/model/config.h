@@ -25,8 +25,8 @@ struct ModelConfig {
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
   int32_t vocab_size = 0;
-  int32_t intermediate_size = 0;      // dense MLP layers
-  int32_t num_experts = 0;            // 0 = dense model
+  int32_t intermediate_size = 0;      // dense MLP layers; 0 = there are none
+  int32_t num_experts = 0;            // 0 = dense model (no layer is MoE)
   int32_t top_k = 0;
   int32_t moe_intermediate_size = 0;
   int32_t shared_intermediate_size = 0;  // Qwen2-MoE; 0 = no shared expert
@@ -48,16 +48,20 @@ struct ModelConfig {
   int32_t bos_token_id = -1;
   std::vector<int32_t> eos_token_ids;  // union of config.json and generation_config.json
   // Sampling defaults of generation_config.json; used only on request. -1 = absent.
+  // `do_sample` false gives temperature 0.
   float default_temperature = -1.0f;
   float default_top_p = -1.0f;
   int32_t default_top_k = -1;
   float default_repetition_penalty = -1.0f;
+
+  bool operator==(const ModelConfig&) const = default;
 };
 
 // Reads DIR/config.json and, if present, DIR/generation_config.json. Throws Error naming file and key:
 // kIo (cannot read), kCorrupt (not JSON, wrong type, missing key), kUnsupported (architecture, rope type, ...).
 ModelConfig load_model_config(const std::string& dir);
 // The same from text; `file` is used in messages. `generation_json` may be empty.
-ModelConfig parse_model_config(const std::string& config_json, const std::string& generation_json, const std::string& file);
+ModelConfig parse_model_config(const std::string& config_json, const std::string& generation_json,
+                               const std::string& file);
 
 }  // namespace moelora

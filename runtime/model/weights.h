@@ -17,7 +17,7 @@ namespace moelora {
 struct LayerWeights {
   Weight input_norm;      // [1, H]
   Weight q, k, v, o;      // [Nq*D, H] [Nkv*D, H] [Nkv*D, H] [H, Nq*D]
-  Weight q_bias, k_bias, v_bias, o_bias;
+  Weight q_bias, k_bias, v_bias, o_bias;  // [1, rows of the matrix]
   Weight q_norm, k_norm;  // [1, D] per head, or [1, Nq*D] / [1, Nkv*D] full
   Weight post_norm;       // [1, H]
   // Dense MLP.
@@ -51,6 +51,7 @@ class Weights {
   [[nodiscard]] std::vector<Area> areas() const;
 
  private:
+  friend uint64_t weight_bytes_of_config(const ModelConfig& config);
   Weights();
   struct Storage;
   std::unique_ptr<Storage> storage_;

@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0
+// Which instruction sets the fast kernels are compiled for; included before anything of Highway by every
+// *_simd.cc. Code paths of a file on x86: AVX-512, AVX2 with FMA, SSE4; the processor decides at run time.
+// Where not even SSE4 exists (HWY_SCALAR) the op runs its reference. Sizeless vector targets are left out
+// because kernels keep accumulators in arrays.
+#pragma once
+
+#define HWY_DISABLED_TARGETS \
+  (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/adapter/adapter_cache.h"
+
+#include <algorithm>
+
+#include "kernels/base/error.h"
+
+namespace moelora {
+
+AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts)
+    : pool_(pool),
+      num_experts_(num_experts),
+      pages_per_slot_(pool.num_pages()),
+      slots_(static_cast<size_t>(num_resident_max) + 1) {
+  // A row as wide as the pool serves every adapter that fits at all; beyond 16 M entries the widest adapter is
+  // bounded instead (register_adapter checks).
+  const int64_t entries_max = int64_t{16} << 20;
+  pages_per_slot_ = static_cast<int32_t>(
+      std::min<int64_t>(pages_per_slot_, std::max<int64_t>(1, entries_max / static_cast<int64_t>(slots_.size()))));
+  page_table_.assign(slots_.size() * static_cast<size_t>(pages_per_slot_), 0);
+  uploads_.reserve(slots_.size());
+}
+
+void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
+  const int32_t pages = pages_of(*adapter->image);
+  if (pages > pages_per_slot_) {
+    throw Error(Status::kDeviceNomem, "adapter '" + adapter->name + "' needs " + std::to_string(pages) +
+                                          " pages; an adapter can have at most " + std::to_string(pages_per_slot_) +
+                                          " (raise device_memory_bytes or lower max_adapters_resident)");
+  }
+  if (!is_held(adapter->image.get())) host_bytes_ += adapter->image->stream.size();
+  adapters_.push_back(adapter);
+  names_[adapter->name] = adapter;
+}
+
+void AdapterCache::remove(const Adapter& adapter) {
+  const auto named = names_.find(adapter.name);
+  if (named != names_.end() && named->second.get() == &adapter) names_.erase(named);
+  const AdapterImage* image = adapter.image.get();
+  const size_t before = adapters_.size();
+  std::erase_if(adapters_, [&](const auto& held) { return held.get() == &adapter; });
+  if (adapters_.size() < before && !is_held(image)) host_bytes_ -= image->stream.size();
+}
+
+std::shared_ptr<Adapter> AdapterCache::find(const std::string& name) const {
+  const auto found = names_.find(name);
+  return found == names_.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<Adapter>> AdapterCache::list() const { return adapters_; }
+
+int32_t AdapterCache::pages_of(const AdapterImage& image) const {
+  const auto bytes = static_cast<int64_t>(image.stream.size());
+  return static_cast<int32_t>((bytes + pool_.page_bytes() - 1) / pool_.page_bytes());
+}
+
+int32_t AdapterCache::find_slot(const AdapterImage* image) const {
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    if (slots_[slot].image.get() == image) return static_cast<int32_t>(slot);
+  }
+  return 0;
+}
+
+bool AdapterCache::is_pinned(const AdapterImage* image) const {
+  return std::any_of(adapters_.begin(), adapters_.end(), [&](const auto& adapter) {
+    return adapter->image.get() == image && adapter->pins.load() > 0;
+  });
+}
+
+bool AdapterCache::is_held(const AdapterImage* image) const {
+  return std::any_of(adapters_.begin(), adapters_.end(),
+                     [&](const auto& adapter) { return adapter->image.get() == image; });
+}
+
+void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
+  for (const auto& adapter : adapters_) {
+    if (adapter->image.get() == image) adapter->slot.store(slot);
+  }
+}
+
+int32_t AdapterCache::try_acquire(Adapter& adapter) {
+  int32_t slot = find_slot(adapter.image.get());
+  if (slot > 0) {
+    ++num_hits_;
+    ++adapter.hits;
+  } else {
+    slot = find_slot(nullptr);
+    while (slot == 0 && evict_idle()) slot = find_slot(nullptr);
+    if (slot == 0) return 0;
+    Slot& entry = slots_[static_cast<size_t>(slot)];
+    const int32_t count = pages_of(*adapter.image);
+    PageLease lease(pool_, PageUse::kAdapter, count);
+    if (!lease.try_grow(count)) return 0;
+    std::copy_n(lease.data(), count, page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_);
+    entry.image = adapter.image;
+    entry.pages = std::move(lease);
+    entry.users = 0;
+    entry.uploaded = false;
+    uploads_.push_back(slot);
+    ++num_loads_;
+    ++adapter.loads;
+    note_slot(adapter.image.get(), slot);
+  }
+  Slot& entry = slots_[static_cast<size_t>(slot)];
+  ++entry.users;
+  entry.last_used = ++clock_;
+  return slot;
+}
+
+void AdapterCache::release(int32_t slot) {
+  Slot& entry = slots_[static_cast<size_t>(slot)];
+  MOELORA_ASSERT(slot > 0 && entry.users > 0);
+  --entry.users;
+  entry.last_used = ++clock_;
+}
+
+void AdapterCache::free_slot(int32_t slot) {
+  Slot& entry = slots_[static_cast<size_t>(slot)];
+  MOELORA_ASSERT(entry.users == 0);
+  note_slot(entry.image.get(), 0);
+  std::erase(uploads_, slot);
+  entry.pages = PageLease();
+  entry.image.reset();
+}
+
+bool AdapterCache::evict_idle() {
+  int32_t oldest = 0;
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    const Slot& entry = slots_[slot];
+    if (entry.image == nullptr || entry.users > 0) continue;
+    if (oldest != 0 && entry.last_used >= slots_[static_cast<size_t>(oldest)].last_used) continue;
+    if (!is_pinned(entry.image.get())) oldest = static_cast<int32_t>(slot);
+  }
+  if (oldest == 0) return false;
+  free_slot(oldest);
+  ++num_evictions_;
+  return true;
+}
+
+void AdapterCache::collect() {
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    const Slot& entry = slots_[slot];
+    if (entry.image != nullptr && entry.users == 0 && !is_held(entry.image.get())) free_slot(static_cast<int32_t>(slot));
+  }
+}
+
+void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
+  for (const int32_t slot : uploads_) {
+    Slot& entry = slots_[static_cast<size_t>(slot)];
+    WritePagesArgs args;
+    args.pool = pool_.base();
+    args.page_bytes = pool_.page_bytes();
+    args.source = entry.image->stream.data();
+    args.bytes = static_cast<int64_t>(entry.image->stream.size());
+    args.pages = entry.pages.data();
+    kernels.write_pages(args, stream);
+    entry.uploaded = true;
+  }
+  uploads_.clear();
+}
+
+AdapterTable AdapterCache::table() const {
+  AdapterTable table;
+  table.pool = pool_.base();
+  table.page_table = page_table_.data();
+  table.pages_per_slot = pages_per_slot_;
+  table.page_granules = static_cast<int32_t>(pool_.page_bytes() / static_cast<int64_t>(kGranuleBytes));
+  table.num_experts = num_experts_;
+  return table;
+}
+
+int32_t AdapterCache::num_resident() const {
+  return static_cast<int32_t>(
+      std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.image != nullptr; }));
+}
+
+void AdapterCache::audit() const {
+  int32_t pages = 0;
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    const Slot& entry = slots_[slot];
+    MOELORA_ASSERT(entry.users == 0 || entry.image != nullptr);
+    if (entry.image == nullptr) continue;
+    MOELORA_ASSERT(entry.pages.size() == pages_of(*entry.image));
+    MOELORA_ASSERT(std::equal(entry.pages.data(), entry.pages.data() + entry.pages.size(),
+                              page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_));
+    pages += entry.pages.size();
+  }
+  MOELORA_ASSERT(pages == pool_.num_used(PageUse::kAdapter));
+}
+
+}  // namespace moelora

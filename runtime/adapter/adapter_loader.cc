@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// PEFT adapters from a folder or from memory to an AdapterImage: config, pairs, records, stream, in that order. Each
+// file is opened once, so that what was checked is what is packed.
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <set>
+
+#include "kernels/base/error.h"
+#include "runtime/adapter/adapter_experts.h"
+#include "runtime/adapter/adapter_image.h"
+#include "runtime/adapter/adapter_packer.h"
+#include "runtime/adapter/adapter_pairs.h"
+#include "runtime/io/json.h"
+#include "runtime/io/safetensors.h"
+
+namespace moelora {
+namespace {
+
+constexpr size_t kConfigBytesMax = size_t{16} << 20;
+
+// 64-bit hash over words in four independent lanes: as fast as memory, where a byte-wise hash would take longer than
+// the load. For telling adapters apart, not against an adversary.
+uint64_t hash_bytes(const std::byte* data, size_t bytes, uint64_t seed) {
+  constexpr uint64_t kFactor = 0x9ddfea08eb382d69u;
+  uint64_t lanes[4] = {seed, seed ^ 0x9e3779b97f4a7c15u, seed ^ 0xc2b2ae3d27d4eb4fu, seed ^ 0x165667b19e3779f9u};
+  const auto mix = [](uint64_t lane, uint64_t word) {
+    lane = (lane ^ word) * kFactor;
+    return lane ^ (lane >> 29);
+  };
+  size_t at = 0;
+  for (; at + 32 <= bytes; at += 32) {
+    uint64_t words[4];
+    std::memcpy(words, data + at, sizeof words);
+    for (size_t i = 0; i < 4; ++i) {
+      lanes[i] = mix(lanes[i], words[i]);
+    }
+  }
+  std::byte tail[32] = {};
+  if (bytes > at) {
+    std::memcpy(tail, data + at, bytes - at);
+  }
+  uint64_t words[4];
+  std::memcpy(words, tail, sizeof words);
+  uint64_t hash = mix(seed, bytes);
+  for (size_t i = 0; i < 4; ++i) {
+    hash = mix(hash, mix(lanes[i], words[i]));
+  }
+  return hash;
+}
+
+std::string stored_dtype(const std::vector<AdapterPair>& pairs) {
+  std::set<std::string> seen;
+  for (const AdapterPair& pair : pairs) {
+    for (const StoredTensor* tensor : {pair.a, pair.b, pair.bias}) {
+      if (tensor != nullptr) {
+        seen.insert(tensor->dtype);
+      }
+    }
+  }
+  return seen.size() == 1 ? *seen.begin() : "mixed";
+}
+
+// Numbers about the records; they must be sorted by layer.
+void describe(const std::vector<AdapterRecord>& records, AdapterImage& image) {
+  std::set<int32_t> layers;
+  std::set<std::pair<int32_t, int32_t>> experts;
+  for (const AdapterRecord& record : records) {
+    image.max_rank = std::max(image.max_rank, record.rank);
+    image.modules |= 1u << (record.expert < 0 ? record.module : 16 + record.module);
+    layers.insert(record.layer);
+    if (record.expert >= 0) {
+      experts.emplace(record.layer, record.expert);
+    }
+  }
+  image.num_layers = static_cast<int32_t>(layers.size());
+  for (const int32_t layer : layers) {
+    const auto begin = experts.lower_bound({layer, 0});
+    const auto end = experts.lower_bound({layer + 1, 0});
+    image.num_experts = std::max(image.num_experts, static_cast<int32_t>(std::distance(begin, end)));
+  }
+}
+
+// Paths of the modules and parameters that a pair may adapt, for comparison with the config's targets.
+void add_paths(const AdapterPair& pair, std::vector<std::string>& paths) {
+  const bool wrapper = pair.target.kind == TargetKind::kExpertsInner || pair.target.kind == TargetKind::kExpertsOuter;
+  for (const char* suffix : {"", ".gate_up_proj", ".down_proj", ".weight"}) {
+    const bool parameter = suffix[0] != '\0' && std::strcmp(suffix, ".weight") != 0;
+    if (!parameter || wrapper) {
+      for (std::string& path : pattern_paths(pair.path, suffix)) {
+        paths.push_back(std::move(path));
+      }
+    }
+  }
+}
+
+// Targets of the config that no tensor belongs to: the training meant more than the file holds.
+void warn_unused_targets(const std::vector<AdapterPair>& pairs, const LoadContext& context) {
+  std::vector<std::string> paths;
+  bool experts = false;
+  for (const AdapterPair& pair : pairs) {
+    add_paths(pair, paths);
+    experts |= pair.target.kind != TargetKind::kDense;
+  }
+  const auto warn = [&](const char* key, const std::string& entry) {
+    const bool used = std::any_of(paths.begin(), paths.end(), [&](const std::string& path) { return path_has_suffix(path, entry); });
+    if (!used) {
+      context.warnings.push_back(std::string("adapter_config.json: no tensor for the entry '") + entry + "' of " + key +
+                                 (context.model.num_experts > 0 && !experts ? "; no expert tensors exist" : ""));
+    }
+  };
+  for (const std::string& entry : context.adapter.target_modules) {
+    warn("target_modules", entry);
+  }
+  for (const std::string& entry : context.adapter.target_parameters) {
+    warn("target_parameters", entry);
+  }
+}
+
+void refuse_saved_modules(const LoadContext& context) {
+  if (!context.adapter.modules_to_save.empty()) {
+    throw Error{Status::kUnsupported, "adapter_config.json: modules_to_save names '" +
+                                          context.adapter.modules_to_save.front() +
+                                          "': whole tensors in adapters are not implemented"};
+  }
+}
+
+std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, const std::string& config_source,
+                                                const SafetensorsFile& file, const ModelConfig& model,
+                                                const AdapterLoadOptions& options) {
+  auto image = std::make_shared<AdapterImage>();
+  const AdapterConfig config = parse_adapter_config(config_json, config_source);
+  image->warnings = config.warnings;
+  const LoadContext context{model, config, options, file.path(), image->warnings};
+  const AdapterPairs found = collect_pairs(file, context);
+  refuse_saved_modules(context);
+  std::vector<AdapterRecord> records;
+  for (const AdapterPair& pair : found.pairs) {
+    if (pair.target.kind == TargetKind::kDense || pair.target.kind == TargetKind::kExpert) {
+      append_linear_record(pair, context, records);
+    }
+  }
+  append_expert_records(found.pairs, context, records);
+  warn_unused_targets(found.pairs, context);
+  image->stream = pack_adapter(model, records, file.path());
+  describe(records, *image);
+  image->alpha = static_cast<float>(config.alpha);
+  image->rank = config.rank;
+  image->num_tensors = found.num_tensors - found.num_unmatched;
+  image->num_tensors_unmatched = found.num_unmatched;
+  image->dtype = stored_dtype(found.pairs);
+  image->file_bytes = file.bytes();
+  const auto* text = reinterpret_cast<const std::byte*>(config_json.data());
+  image->fingerprint = hash_bytes(file.data(), file.bytes(), hash_bytes(text, config_json.size(), 0));
+  return image;
+}
+
+}  // namespace
+
+std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
+                                                     const AdapterLoadOptions& options) {
+  const std::string config_path = dir + "/adapter_config.json";
+  const std::string weights_path = dir + "/adapter_model.safetensors";
+  const std::string config_json = read_text(config_path, kConfigBytesMax);
+  std::error_code fault;
+  const std::string pickle_path = dir + "/adapter_model.bin";
+  if (!std::filesystem::exists(weights_path, fault) && std::filesystem::exists(pickle_path, fault)) {
+    throw Error{Status::kUnsupported, pickle_path + ": a pickle file is not read; save the adapter as safetensors"};
+  }
+  const auto file = SafetensorsFile::open(weights_path);
+  return build_image(config_json, config_path, *file, config, options);
+}
+
+std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
+                                                        size_t weights_bytes, const ModelConfig& config,
+                                                        const AdapterLoadOptions& options) {
+  const auto file = SafetensorsFile::from_memory(weights, weights_bytes, "adapter_model.safetensors");
+  return build_image(config_json, "adapter_config.json", *file, config, options);
+}
+
+std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, int32_t rank, bool attention,
+                                                   bool experts, uint64_t seed) {
+  if (rank < 1 || (!attention && !experts)) {
+    throw Error{Status::kInvalid, "a random adapter needs a rank of at least 1 and a target"};
+  }
+  std::vector<AdapterRecord> records;
+  const auto add = [&](int32_t layer, int32_t expert, int32_t module, LinearShape shape) {
+    AdapterRecord record;
+    record.layer = layer;
+    record.expert = expert;
+    record.module = module;
+    record.rank = rank;
+    record.scale = 1.0f;
+    record.a.columns = shape.in;
+    record.b.columns = shape.out;
+    records.push_back(record);
+  };
+  const auto add_dense = [&](int32_t layer, std::initializer_list<LoraModule> modules) {
+    for (const LoraModule module : modules) {
+      add(layer, -1, static_cast<int32_t>(module), dense_shape(config, module));
+    }
+  };
+  for (int32_t layer = 0; layer < config.num_layers; ++layer) {
+    if (attention) {
+      add_dense(layer, {LoraModule::kQ, LoraModule::kK, LoraModule::kV, LoraModule::kO});
+    }
+    if (experts && config.layer_is_moe[static_cast<size_t>(layer)] == 0) {
+      add_dense(layer, {LoraModule::kGate, LoraModule::kUp, LoraModule::kDown});
+    }
+    const int32_t count = experts && config.layer_is_moe[static_cast<size_t>(layer)] != 0 ? config.num_experts : 0;
+    for (int32_t e = 0; e < count; ++e) {
+      for (const ExpertModule module : {ExpertModule::kGate, ExpertModule::kUp, ExpertModule::kDown}) {
+        add(layer, e, static_cast<int32_t>(module), expert_shape(config, module));
+      }
+    }
+  }
+  auto image = std::make_shared<AdapterImage>();
+  image->stream = pack_random_adapter(config, records, seed);
+  describe(records, *image);
+  image->rank = rank;
+  image->alpha = static_cast<float>(rank);
+  image->dtype = "BF16";
+  image->fingerprint = hash_bytes(image->stream.data(), image->stream.size(), seed);
+  return image;
+}
+
+}  // namespace moelora

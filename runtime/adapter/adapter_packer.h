@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+// Writes the byte stream of kernels/lora/adapter_layout.h. Called by the loader with checked records and by
+// random_adapter. Whatever the stored form was (2-D, 3-D, transposed, interleaved by expert), a record describes its
+// A and B as strided views, so this is the only place that moves elements.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels/lora/adapter_layout.h"
+#include "runtime/io/safetensors.h"
+#include "runtime/model/config.h"
+
+namespace moelora {
+
+// One A or B inside a stored tensor: element (rank i, column j) is data[i * rank_stride + j * column_stride], in
+// elements. Columns are k of A and outputs of B.
+struct MatrixView {
+  const StoredTensor* tensor = nullptr;
+  int64_t offset = 0;  // in elements
+  int64_t rank_stride = 0;
+  int64_t column_stride = 0;
+  int32_t columns = 0;
+};
+
+// One adapted linear. Views of the same elements share their granules in the stream.
+struct AdapterRecord {
+  int32_t layer = 0;
+  int32_t expert = -1;  // -1 = a dense module
+  int32_t module = 0;   // LoraModule or ExpertModule
+  int32_t rank = 0;
+  float scale = 0.0f;
+  Dtype dtype = Dtype::kBf16;  // of A and B in the stream: kBf16 or kF32
+  MatrixView a;
+  MatrixView b;
+  const StoredTensor* bias = nullptr;
+};
+
+// Sorts `records` by layer, dense before experts, expert, module. Throws Error{kAdapterMismatch} naming tensors when
+// two records are the same linear, or a value is NaN or infinite (also after rounding to the stream's dtype).
+// `file` is used in messages.
+std::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                    const std::string& file);
+
+// The same stream with random bf16 values of either sign, of magnitude 2^-11 to 2^-7; views need only columns.
+std::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                           uint64_t seed);
+
+// The name of a tensor, in quotes and fit for a message.
+std::string quoted(const StoredTensor& tensor);
+
+}  // namespace moelora

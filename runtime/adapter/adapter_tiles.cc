@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+// See adapter_tiles.h. Loops are templates on the stored and the packed type so that a 0.5 GB adapter is limited by
+// memory and not by a dispatch for each element.
+#include "runtime/adapter/adapter_tiles.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "kernels/base/error.h"
+
+namespace moelora {
+namespace {
+
+constexpr int32_t kTileElements = kTileRanks * kTileColumns;
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct F16 {
+  uint16_t bits;
+};
+
+template <class T>
+T load(const std::byte* data, int64_t index) {
+  T value;
+  std::memcpy(&value, data + index * static_cast<int64_t>(sizeof(T)), sizeof value);
+  return value;
+}
+
+inline float to_float(float value) { return value; }
+inline float to_float(Bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+// Without branches: the exponent is rebiased by a multiplication, which is exact and also right for subnormals.
+inline float to_float(F16 value) {
+  const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
+  const auto scaled = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) * 0x1p112f);
+  const uint32_t wide = (value.bits & 0x7c00u) == 0x7c00u ? magnitude | 0x7f800000u : scaled;
+  return std::bit_cast<float>(wide | static_cast<uint32_t>(value.bits & 0x8000u) << 16);
+}
+
+template <class Stored>
+void store(uint16_t* out, Stored value) {
+  if constexpr (std::is_same_v<Stored, Bf16>) {
+    *out = value.bits;
+  } else {
+    *out = f32_to_bf16(to_float(value));
+  }
+}
+template <class Stored>
+void store(float* out, Stored value) {
+  *out = to_float(value);
+}
+
+inline bool all_finite(const uint16_t* tile) {
+  uint32_t bad = 0;
+  for (int32_t i = 0; i < kTileElements; ++i) {
+    bad |= static_cast<uint32_t>((tile[i] & 0x7f80u) == 0x7f80u);
+  }
+  return bad == 0;
+}
+inline bool all_finite(const float* tile) {
+  uint32_t bad = 0;
+  for (int32_t i = 0; i < kTileElements; ++i) {
+    bad |= static_cast<uint32_t>((std::bit_cast<uint32_t>(tile[i]) & 0x7f800000u) == 0x7f800000u);
+  }
+  return bad == 0;
+}
+
+struct TileSource {
+  const std::byte* data;  // of element (rank 0, column 0) of the tile
+  int64_t rank_stride;
+  int64_t column_stride;
+  int32_t ranks;    // of 8
+  int32_t columns;  // of 64
+};
+
+// `outer` runs of `inner` elements, 8 elements apart in the core matrix.
+template <class Stored, class Packed>
+void pack_core(const std::byte* data, int64_t outer_stride, int64_t inner_stride, int32_t outer, int32_t inner, Packed* core) {
+  if (outer == 8 && inner == 8 && inner_stride == 1) {
+    for (int32_t i = 0; i < 8; ++i) {
+      for (int32_t j = 0; j < 8; ++j) {
+        store(core + i * 8 + j, load<Stored>(data, i * outer_stride + j));
+      }
+    }
+    return;
+  }
+  for (int32_t i = 0; i < outer; ++i) {
+    for (int32_t j = 0; j < inner; ++j) {
+      store(core + i * 8 + j, load<Stored>(data, i * outer_stride + j * inner_stride));
+    }
+  }
+}
+
+template <class Stored, class Packed>
+bool pack_tile(const TileSource& source, bool is_a, Packed* tile) {
+  for (int32_t column = 0; column < source.columns; column += 8) {
+    const std::byte* data = source.data + column * source.column_stride * static_cast<int64_t>(sizeof(Stored));
+    const int32_t columns = std::min(8, source.columns - column);
+    Packed* core = tile + column * kTileRanks;
+    if (is_a) {
+      pack_core<Stored>(data, source.rank_stride, source.column_stride, source.ranks, columns, core);
+    } else {
+      pack_core<Stored>(data, source.column_stride, source.rank_stride, columns, source.ranks, core);
+    }
+  }
+  return all_finite(tile);
+}
+
+template <class Stored, class Packed>
+bool pack_block(const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block, std::byte* matrix) {
+  constexpr auto kStoredBytes = static_cast<int64_t>(sizeof(Stored));
+  const int32_t panels = ceil_div(rank, kTileRanks);
+  const int32_t blocks = ceil_div(view.columns, kTileColumns);
+  const std::byte* data =
+      view.tensor->data + (view.offset + int64_t{block} * kTileColumns * view.column_stride) * kStoredBytes;
+  bool finite = true;
+  for (int32_t panel = 0; panel < panels; ++panel) {
+    const int64_t tile = is_a ? int64_t{panel} * blocks + block : int64_t{block} * panels + panel;
+    const TileSource source{data + int64_t{panel} * kTileRanks * view.rank_stride * kStoredBytes, view.rank_stride,
+                            view.column_stride, std::min(kTileRanks, rank - panel * kTileRanks),
+                            std::min(kTileColumns, view.columns - block * kTileColumns)};
+    std::byte* out = matrix + tile * tile_granules(dtype) * static_cast<int64_t>(kGranuleBytes);
+    finite &= pack_tile<Stored>(source, is_a, reinterpret_cast<Packed*>(out));
+  }
+  return finite;
+}
+
+template <class Packed>
+bool pack_block_from(Dtype stored, const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block,
+                     std::byte* matrix) {
+  switch (stored) {
+    case Dtype::kF32:
+      return pack_block<float, Packed>(view, rank, dtype, is_a, block, matrix);
+    case Dtype::kF16:
+      return pack_block<F16, Packed>(view, rank, dtype, is_a, block, matrix);
+    case Dtype::kBf16:
+      return pack_block<Bf16, Packed>(view, rank, dtype, is_a, block, matrix);
+  }
+  MOELORA_ASSERT(false);
+}
+
+uint64_t split_mix(uint64_t& state) {
+  uint64_t z = (state += 0x9e3779b97f4a7c15u);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+  return z ^ (z >> 31);
+}
+
+}  // namespace
+
+bool parse_dtype(const std::string& name, Dtype& dtype) {
+  for (const Dtype candidate : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
+    if (name == dtype_name(candidate)) {
+      dtype = candidate;
+      return true;
+    }
+  }
+  return false;
+}
+
+bool pack_column_block(const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block, std::byte* matrix) {
+  Dtype stored = Dtype::kF32;
+  MOELORA_ASSERT(parse_dtype(view.tensor->dtype, stored));
+  MOELORA_ASSERT(dtype == Dtype::kBf16 || dtype == Dtype::kF32);
+  return dtype == Dtype::kBf16 ? pack_block_from<uint16_t>(stored, view, rank, dtype, is_a, block, matrix)
+                               : pack_block_from<float>(stored, view, rank, dtype, is_a, block, matrix);
+}
+
+bool pack_bias(const StoredTensor& tensor, std::byte* out) {
+  Dtype stored = Dtype::kF32;
+  MOELORA_ASSERT(parse_dtype(tensor.dtype, stored));
+  const auto count = static_cast<size_t>(tensor.elements());
+  bool finite = true;
+  for (size_t i = 0; i < count; ++i) {
+    const float value = load_element(tensor.data, stored, i);
+    finite &= (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u;
+    std::memcpy(out + i * sizeof value, &value, sizeof value);
+  }
+  return finite;
+}
+
+TileRandom::TileRandom(uint64_t seed) : state_{split_mix(seed), split_mix(seed) | 1u} {}
+
+// xorshift128+: four elements a call, and a benchmark makes tens of adapters.
+uint64_t TileRandom::next() {
+  uint64_t x = state_[0];
+  const uint64_t y = state_[1];
+  state_[0] = y;
+  x ^= x << 23;
+  state_[1] = x ^ y ^ (x >> 17) ^ (y >> 26);
+  return state_[1] + y;
+}
+
+void TileRandom::fill_matrix(int32_t rank, int32_t columns, bool is_a, std::byte* matrix) {
+  constexpr uint64_t kRandomBits = 0x81ff81ff81ff81ffu;
+  constexpr uint64_t kExponent = 0x3a003a003a003a00u;  // 2^-11 with the two low bits of the exponent clear
+  const int32_t panels = ceil_div(rank, kTileRanks);
+  const int32_t blocks = ceil_div(columns, kTileColumns);
+  for (int32_t tile = 0; tile < panels * blocks; ++tile) {
+    std::byte* out = matrix + static_cast<size_t>(tile) * kGranuleBytes;
+    for (size_t byte = 0; byte < kGranuleBytes; byte += sizeof(uint64_t)) {
+      const uint64_t word = (next() & kRandomBits) | kExponent;
+      std::memcpy(out + byte, &word, sizeof word);
+    }
+    const int32_t panel = is_a ? tile / blocks : tile % panels;
+    const int32_t block = is_a ? tile % blocks : tile / panels;
+    const int32_t ranks = std::min(kTileRanks, rank - panel * kTileRanks);
+    const int32_t width = std::min(kTileColumns, columns - block * kTileColumns);
+    if (ranks == kTileRanks && width == kTileColumns) {
+      continue;
+    }
+    for (int32_t i = 0; i < kTileRanks; ++i) {
+      for (int32_t j = 0; j < kTileColumns; ++j) {
+        if (i >= ranks || j >= width) {
+          const int32_t index = is_a ? tile_index_a(i, j) : tile_index_b(i, j);
+          std::memset(out + index * 2, 0, 2);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace moelora

@@ -1,0 +1,27 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who runs in a step and with how many tokens: what the scheduler decided, what StepInput turns into arrays.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/engine/sequence.h"
+
+namespace moelora {
+
+struct BatchEntry {
+  Sequence* sequence = nullptr;
+  int32_t first = 0;           // position of the first row
+  int32_t count = 0;           // rows
+  bool samples = false;        // the last row's logits give the next token
+  int32_t capture_first = -1;  // rows from this position on have their logits kept; -1 = none
+};
+
+struct Batch {
+  std::vector<BatchEntry> entries;  // capacity max_num_sequences
+  int32_t num_rows = 0;
+  int32_t num_prefill_rows = 0;     // rows of entries that had more than one pending token
+  int32_t num_logit_rows = 0;
+};
+
+}  // namespace moelora

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// The spine. Everything between a submitted request and its tokens happens in step(), in seven verbs.
+#include "runtime/engine/engine.h"
+
+#include <algorithm>
+#include <chrono>
+
+#include "runtime/engine/engine_parts.h"
+
+namespace moelora {
+
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+bool Engine::Parts::step() {
+  const double start = now_ms();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    admit(start);                 // submitted requests become sequences; the cancelled and late leave
+    scheduler->schedule(batch_);  // who runs, with how many tokens; pages and adapter slots are taken
+  }
+  if (!batch_.entries.empty()) {
+    stage();    // the batch as flat arrays; adapters placed by schedule are copied into their pages
+    forward();  // layers; logits of the wanted rows
+    sample();   // one token for each sampled row
+  }
+  const double end = now_ms();
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    commit(end);  // sequences advance or finish; pages and slots go back
+    if (!batch_.entries.empty()) record_step(start, end);
+    if (options.audit >= 2) audit_step();
+  }
+  emit();  // tokens and ends to their readers
+  return !batch_.entries.empty();
+}
+
+void Engine::Parts::admit(double now) {
+  num_emissions_ = 0;
+  if (collect_adapters) adapters->collect();
+  collect_adapters = false;
+  while (trim_pages >= 0 && pool->num_pages() - pool->num_free() > trim_pages && scheduler->reclaim_idle()) {
+  }
+  trim_pages = -1;
+  admit_inbox();
+  end_by_host(now);
+  admit_prefetches();
+}
+
+void Engine::Parts::admit_inbox() {
+  for (std::shared_ptr<Sequence>& sequence : inbox) {
+    sequence->arrival = ++arrivals;
+    scheduler->add(std::move(sequence));
+  }
+  inbox.clear();
+}
+
+// Cancelled and overdue sequences end here, before they could take part in another step.
+void Engine::Parts::end_by_host(double now) {
+  const auto overdue = [&](const Sequence& sequence) {
+    const Submission& submission = *sequence.submission;
+    return submission.cancelled.load() || (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
+           (options.overrun == "fail" &&
+            submission.stream->unread() >= static_cast<size_t>(options.output_buffer_tokens));
+  };
+  for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
+    for (size_t i = 0; i < list->size();) {
+      Sequence& sequence = *(*list)[i];
+      if (!overdue(sequence)) {
+        ++i;
+      } else if (sequence.submission->cancelled.load()) {
+        end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled by the host", now);
+      } else if (sequence.submission->deadline_at_ms > 0 && now >= sequence.submission->deadline_at_ms) {
+        end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "deadline passed", now);
+      } else {
+        end_sequence(sequence, FinishReason::kError, Status::kOverrun,
+                     "the reader is output_buffer_tokens behind (option overrun = fail)", now);
+      }
+    }
+  }
+}
+
+void Engine::Parts::stage() {
+  adapters->upload(*kernels, *stream);
+  for (const BatchEntry& entry : batch_.entries) {
+    Sequence& sequence = *entry.sequence;
+    if (sequence.started_ms == 0) sequence.started_ms = now_ms();
+    if (!sequence.token_state_ready) step_input->start_sequence(sequence);
+    sequence.token_state_ready = true;
+  }
+  step_input->stage(batch_, *pool, *adapters);
+}
+
+void Engine::Parts::forward() {
+  counts_ = ForwardCounts();
+  model->forward(step_input->forward_input(), *workspace, *stream, &counts_);
+}
+
+void Engine::Parts::sample() {
+  SampleTokensArgs args;
+  args.logits = workspace->logits;
+  args.num_rows = step_input->num_sampled();
+  args.vocab_size = config.vocab_size;
+  args.rows = step_input->sample_rows();
+  args.outputs = outputs_.data();
+  kernels->sample_tokens(args, *stream);
+}
+
+void Engine::Parts::commit(double now) {
+  for (const BatchEntry& entry : batch_.entries) {
+    Sequence& sequence = *entry.sequence;
+    sequence.kv->length = entry.first + entry.count;
+    counters.prompt_tokens +=
+        static_cast<uint64_t>(std::clamp(sequence.num_prompt - entry.first, 0, entry.count));
+  }
+  if (batch_.entries.empty()) return;
+  for (const CaptureRow& capture : step_input->captures()) {
+    capture.sequence->submission->stream->capture(capture.position, workspace->logits.row(capture.logit_row));
+  }
+  for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
+    commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);
+  }
+}
+
+void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, double now) {
+  const SampleOutput& output = outputs_[static_cast<size_t>(sampled_index)];
+  if (output.status != 0) {
+    end_sequence(sequence, FinishReason::kError, Status::kInternal,
+                 "the logits of output token " + std::to_string(sequence.num_outputs()) + " are not finite", now);
+    return;
+  }
+  const Request& request = sequence.request();
+  if (sequence.num_outputs() == 0) {
+    sequence.first_token_ms = now;
+    sequence.result.first_token_ms = now - sequence.submission->submitted_ms;
+  }
+  sequence.tokens.push_back(output.token);
+  step_input->count_token(sequence, output.token);
+  ++counters.output_tokens;
+  if (request.adapter != nullptr) ++request.adapter->tokens;
+  Emission& emission = emissions_[num_emissions_++];
+  emission.submission = sequence.submission;
+  emission.sampled_index = sampled_index;
+  emission.position = sequence.num_outputs() - 1;
+  emission.finished = false;
+
+  const auto stop = std::find(request.stop_tokens.begin(), request.stop_tokens.end(), output.token);
+  const bool is_eos = !request.sampling.ignore_eos &&
+                      std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), output.token) !=
+                          config.eos_token_ids.end();
+  if (stop != request.stop_tokens.end() || is_eos) {
+    sequence.result.stop_index =
+        stop == request.stop_tokens.end() ? -1 : static_cast<int32_t>(stop - request.stop_tokens.begin());
+    end_sequence(sequence, FinishReason::kStop, Status::kOk, "", now);
+  } else if (sequence.tokens.size() == sequence.tokens_max) {
+    end_sequence(sequence, FinishReason::kLength, Status::kOk, "", now);
+  }
+}
+
+void Engine::Parts::emit() {
+  finish_prefetches();
+  for (size_t i = 0; i < num_emissions_; ++i) {
+    Emission& emission = emissions_[i];
+    TokenStream& out = *emission.submission->stream;
+    if (emission.sampled_index >= 0) {
+      const SampleOutput& output = outputs_[static_cast<size_t>(emission.sampled_index)];
+      const int32_t wanted = emission.submission->request.sampling.logprobs;
+      TopLogprob logprobs[kMaxTopLogprobs + 1];
+      size_t count = 0;
+      if (wanted >= 0) logprobs[count++] = {emission.position, output.token, output.logprob, output.rank};
+      for (int32_t top = 0; top < wanted; ++top) {
+        logprobs[count++] = {emission.position, output.top_ids[top], output.top_logprobs[top], top + 1};
+      }
+      out.emit(output.token, logprobs, count);
+    }
+    if (emission.finished) out.finish(emission.result);
+    emission.submission.reset();
+  }
+  num_emissions_ = 0;
+  progress.notify_all();
+}
+
+void Engine::Parts::run() {
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex);
+      if (stopping) return;
+      const bool has_work = !inbox.empty() || !prefetches.empty() || collect_adapters || trim_pages >= 0 ||
+                            !scheduler->running().empty() || !scheduler->waiting().empty();
+      if (!has_work && probes_wanted == probes_done) {
+        work.wait(lock, [&] { return stopping || woken; });
+        woken = false;
+        if (stopping) return;
+      }
+    }
+    try {
+      probe_bandwidth_now();
+      if (step()) continue;
+    } catch (const Error& error) {
+      fail(error.status(), error.what());
+      return;
+    } catch (const std::exception& error) {
+      fail(Status::kInternal, error.what());
+      return;
+    }
+    // Nothing could run (readers behind, or slots and pages short): wait for a change, but watch deadlines.
+    std::unique_lock<std::mutex> lock(mutex);
+    work.wait_for(lock, std::chrono::milliseconds(5), [&] { return stopping || woken; });
+    woken = false;
+  }
+}
+
+}  // namespace moelora

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+// How sequences end, how the engine fails, and what is noted about a step. Engine thread.
+#include <algorithm>
+
+#include "runtime/engine/engine_parts.h"
+
+namespace moelora {
+
+void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status status, const std::string& message,
+                                 double now) {
+  const Submission& submission = *sequence.submission;
+  RequestResult& result = sequence.result;
+  result.finish = reason;
+  result.status = status;
+  result.message = message;
+  result.prompt_tokens = sequence.num_prompt - sequence.num_history;
+  result.output_tokens = sequence.num_outputs();
+  if (sequence.started_ms > 0) {
+    result.queue_ms = sequence.started_ms - submission.submitted_ms;
+    const double first = sequence.first_token_ms > 0 ? sequence.first_token_ms : now;
+    result.prefill_ms = first - sequence.started_ms;
+    result.decode_ms = now - first;
+  } else {
+    result.queue_ms = now - submission.submitted_ms;
+  }
+  Session* session = sequence.request().session.get();
+  if (session != nullptr) {
+    const bool keep = status != Status::kInternal && !submission.drop_turn.load();
+    if (keep) {
+      session->tokens.assign(sequence.tokens.begin(), sequence.tokens.end());  // capacity was reserved
+    } else {
+      sequence.kv->truncate(geometry, sequence.num_history);
+    }
+  }
+  // The token that ended it may already be on its way out.
+  Emission* emission = nullptr;
+  if (num_emissions_ > 0 && emissions_[num_emissions_ - 1].submission == sequence.submission) {
+    emission = &emissions_[num_emissions_ - 1];
+  } else {
+    emission = &emissions_[num_emissions_++];
+    emission->submission = sequence.submission;
+    emission->sampled_index = -1;
+  }
+  emission->finished = true;
+  emission->result = result;
+
+  ++counters.requests_finished;
+  if (reason == FinishReason::kCancelled) ++counters.requests_cancelled;
+  if (reason == FinishReason::kError || reason == FinishReason::kDeadline) ++counters.requests_failed;
+  if (sequence.request().adapter != nullptr) --sequence.request().adapter->in_flight;
+  scheduler->finish(sequence);  // `sequence` may be gone after this
+  if (session != nullptr) {
+    if (session->closed.load()) session->kv->truncate(geometry, 0);
+    session->busy.store(false);
+  }
+}
+
+void Engine::Parts::fail(Status status, const std::string& message) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    failure = status;
+    failure_message = message;
+    num_emissions_ = 0;
+    const double now = now_ms();
+    for (std::shared_ptr<Sequence>& sequence : inbox) scheduler->add(std::move(sequence));
+    inbox.clear();
+    for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
+      while (!list->empty()) {
+        if (num_emissions_ == emissions_.size()) emissions_.emplace_back();
+        end_sequence(*list->back(), FinishReason::kError, status, message, now);
+      }
+    }
+    probes_done = probes_wanted;
+  }
+  emit();
+}
+
+// Prefetched adapters are acquired like those of a request and released at once: resident, idle, most recently used.
+void Engine::Parts::admit_prefetches() {
+  for (Prefetch& prefetch : prefetches) {
+    int32_t slot = adapters->try_acquire(*prefetch.adapter);
+    while (slot == 0 && scheduler->reclaim_idle()) slot = adapters->try_acquire(*prefetch.adapter);
+    if (slot == 0) continue;
+    adapters->release(slot);
+    prefetch.resident = true;
+  }
+}
+
+void Engine::Parts::finish_prefetches() {
+  std::vector<Prefetch> ready;
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (prefetches.empty()) return;
+    adapters->upload(*kernels, *stream);  // a step without rows has not done it
+    for (Prefetch& prefetch : prefetches) {
+      if (prefetch.resident) ready.push_back(std::move(prefetch));
+    }
+    std::erase_if(prefetches, [](const Prefetch& prefetch) { return prefetch.adapter == nullptr; });
+  }
+  for (const Prefetch& prefetch : ready) {
+    if (prefetch.queue != nullptr) prefetch.queue->push({EventKind::kAdapterReady, Status::kOk, prefetch.handle, prefetch.tag});
+  }
+}
+
+void Engine::Parts::record_step(double start, double end) {
+  ++counters.steps;
+  counters.last_step_ms = end - start;
+  counters.active_expert_sum += static_cast<uint64_t>(counts_.active_experts);
+  counters.moe_layer_steps += static_cast<uint64_t>(counts_.moe_layers);
+  counters.adapters_touched_last = static_cast<uint64_t>(step_input->num_adapters());
+  StepRecord& record = records[num_records++ % records.size()];
+  record.start_ms = start;
+  record.ms = end - start;
+  record.rows = batch_.num_rows;
+  record.prefill_rows = batch_.num_prefill_rows;
+  record.sequences = static_cast<int32_t>(batch_.entries.size());
+  record.adapters = step_input->num_adapters();
+  record.active_experts = counts_.moe_layers == 0 ? 0.0f
+                                                  : static_cast<float>(counts_.active_experts) /
+                                                        static_cast<float>(counts_.moe_layers);
+  record.lora_bytes = counts_.lora_bytes;
+  const double token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim *
+                             static_cast<double>(dtype_bytes(geometry.layout.dtype));
+  record.kv_bytes = 0;
+  for (const BatchEntry& entry : batch_.entries) record.kv_bytes += token_bytes * (entry.first + entry.count);
+}
+
+void Engine::Parts::audit_step() {
+  pool->audit();
+  adapters->audit();
+  scheduler->audit();
+}
+
+void Engine::Parts::probe_bandwidth_now() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (probes_wanted == probes_done) return;
+  }
+  // Rotates over the weights, 512 MiB a probe: more than any cache, and not the part that a step has just read.
+  constexpr size_t kProbeBytes = size_t{512} << 20;
+  const std::vector<Weights::Area> areas = weights->areas();
+  double bytes = 0;
+  const double start = now_ms();
+  while (bytes < static_cast<double>(kProbeBytes) && !areas.empty()) {
+    const Weights::Area& area = areas[probe_area_ % areas.size()];
+    const size_t count = std::min(kProbeBytes, area.bytes - probe_offset_);
+    kernels->read_memory({area.data + probe_offset_, count, nullptr}, *stream);
+    bytes += static_cast<double>(count);
+    probe_offset_ += count;
+    if (probe_offset_ >= area.bytes) {
+      probe_offset_ = 0;
+      ++probe_area_;
+    }
+  }
+  const double seconds = (now_ms() - start) / 1e3;
+  const std::lock_guard<std::mutex> lock(mutex);
+  probe_bandwidth = seconds > 0 ? bytes / seconds : 0;
+  probes_done = probes_wanted;
+  progress.notify_all();
+}
+
+}  // namespace moelora

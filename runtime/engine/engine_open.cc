@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Opening a model: sizes are settled here, all device memory is taken here, and the thread starts last.
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "runtime/engine/engine_parts.h"
+
+namespace moelora {
+namespace {
+
+constexpr size_t kNumRecords = 65536;
+constexpr size_t kWorkerScratchBytes = size_t{2} << 20;  // the tiles of the CPU kernels
+
+int32_t available_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+double free_memory_bytes() {
+  const long pages = sysconf(_SC_AVPHYS_PAGES);
+  const long page = sysconf(_SC_PAGESIZE);
+  return pages > 0 && page > 0 ? static_cast<double>(pages) * static_cast<double>(page) : 1e9;
+}
+
+Dtype kv_dtype_of(const EngineOptions& options) { return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32; }
+
+// Pages of the pool: device_memory_bytes, or the fraction of what is free now, but not more than every sequence at
+// full context and a GiB of adapters could use.
+int64_t pool_pages(const EngineOptions& options, const KvGeometry& geometry, int64_t context, int64_t sequences) {
+  double bytes = static_cast<double>(options.device_memory_bytes);
+  if (options.device_memory_bytes == 0) {
+    const double useful = static_cast<double>(geometry.pages(context)) * static_cast<double>(sequences) *
+                              static_cast<double>(geometry.page_bytes) +
+                          static_cast<double>(int64_t{1} << 30);
+    bytes = std::min(free_memory_bytes() * options.device_memory_fraction, useful);
+  }
+  const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
+  if (pages < geometry.layout.num_groups) {
+    throw Error(Status::kDeviceNomem,
+                "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
+                    " bytes do not hold one KV block (" + std::to_string(geometry.layout.num_groups) + " pages of " +
+                    std::to_string(geometry.page_bytes) + " bytes)");
+  }
+  return std::min<int64_t>(pages, int64_t{1} << 24);
+}
+
+}  // namespace
+
+Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
+  if (options.device != "cpu") {
+    throw Error(Status::kNoDevice, "device '" + options.device + "': this build has the cpu backend only");
+  }
+  config = load_model_config(model_dir);
+  weights = options.random_weights ? Weights::random(config, static_cast<uint64_t>(options.seed))
+                                   : Weights::load(model_dir, config);
+  kernels = options.kernels == "reference" ? &kernels_reference() : &kernels_cpu();
+
+  info.config = config;
+  info.device_name = std::string("cpu (") + kernels->name + ")";
+  info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : available_cores();
+  info.max_context_tokens = config.max_position;
+  if (options.max_context_tokens > 0) {
+    info.max_context_tokens = static_cast<int32_t>(std::min<int64_t>(options.max_context_tokens, config.max_position));
+  }
+  info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
+  // Every running sequence must have its decode row.
+  info.max_batch_tokens = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
+  info.kv_block_tokens = static_cast<int32_t>(options.kv_block_tokens);
+  info.max_adapters_resident = static_cast<int32_t>(options.max_adapters_resident);
+  info.max_lora_rank = static_cast<int32_t>(options.max_lora_rank);
+  info.weight_bytes = weights->bytes();
+
+  geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim, info.kv_block_tokens,
+                                kv_dtype_of(options));
+  info.page_bytes = geometry.page_bytes;
+  info.pages_per_block = geometry.layout.num_groups;
+  info.num_pages = pool_pages(options, geometry, info.max_context_tokens, info.max_num_sequences);
+  info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
+
+  stream = std::make_unique<Stream>(
+      info.num_threads,
+      std::max(kWorkerScratchBytes, sample_tokens_scratch_bytes(static_cast<size_t>(config.vocab_size))));
+  pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes);
+  adapters = std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_experts);
+  const int32_t logit_rows = info.max_num_sequences;
+  const SchedulerLimits limits{info.max_num_sequences, info.max_batch_tokens, logit_rows,
+                               static_cast<int32_t>(options.max_queued_requests),
+                               static_cast<int32_t>(options.output_buffer_tokens)};
+  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
+  workspace = std::make_unique<Workspace>(
+      config, WorkspaceLimits{info.max_batch_tokens, logit_rows, (info.max_lora_rank + 7) / 8 * 8});
+  info.workspace_bytes = workspace->bytes();
+  step_input = std::make_unique<StepInput>(
+      StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
+                      geometry.blocks(info.max_context_tokens), config.vocab_size},
+      geometry);
+  model = std::make_unique<Model>(config, *weights, *kernels, options.compute);
+
+  batch_.entries.reserve(static_cast<size_t>(info.max_num_sequences));
+  outputs_.resize(static_cast<size_t>(logit_rows));
+  emissions_.resize(static_cast<size_t>(2 * info.max_num_sequences + options.max_queued_requests) + 1);
+  inbox.reserve(static_cast<size_t>(options.max_queued_requests));
+  records.resize(kNumRecords);
+}
+
+Engine::Parts::~Parts() {
+  stop();
+  const std::lock_guard<std::mutex> lock(mutex);
+  // Hosts may still hold sessions; their leases must not outlive the pool.
+  scheduler->drop_all_pages();
+}
+
+void Engine::Parts::start() {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    thread_ = std::thread([this] { run(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void Engine::Parts::stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    stopping = true;
+  }
+  work.notify_all();
+  if (thread_.joinable()) thread_.join();
+  if (failure == Status::kOk) fail(Status::kClosed, "the engine was released");
+}
+
+void Engine::Parts::wake() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    woken = true;
+  }
+  work.notify_all();
+}
+
+Engine::Engine() = default;
+Engine::~Engine() = default;
+
+std::shared_ptr<Engine> Engine::create(const EngineOptions& options, const std::string& model_dir) {
+  std::shared_ptr<Engine> engine(new Engine());
+  engine->parts_ = std::make_unique<Parts>(options, model_dir);
+  engine->parts_->start();
+  return engine;
+}
+
+}  // namespace moelora

@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+// What is behind Engine: every part in order of dependency, the engine thread, the one lock. Included by the
+// engine_*.cc files alone. The lock guards scheduler, pool, sessions and the registry of adapters; it is never held
+// while the device works. Adapter slots are touched by the engine thread only.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "runtime/engine/engine.h"
+#include "runtime/engine/scheduler.h"
+#include "runtime/engine/step_input.h"
+#include "runtime/model/model.h"
+
+namespace moelora {
+
+double now_ms();  // monotonic
+
+struct Prefetch {
+  std::shared_ptr<Adapter> adapter;
+  std::shared_ptr<CompletionQueue> queue;
+  uint64_t handle = 0;
+  uint64_t tag = 0;
+  bool resident = false;
+};
+
+// A token or an end that commit decided and emit hands out, without the lock.
+struct Emission {
+  std::shared_ptr<Submission> submission;
+  int32_t sampled_index = -1;  // index into outputs; -1 = no token
+  int32_t position = 0;        // of the token among the outputs
+  bool finished = false;
+  RequestResult result;
+};
+
+class Engine::Parts {
+ public:
+  Parts(const EngineOptions& options, const std::string& model_dir);
+  ~Parts();
+  void start();
+  void stop();
+
+  // One turn: false if there was nothing to run.
+  bool step();
+  void wake();
+
+  EngineOptions options;
+  ModelConfig config;
+  std::unique_ptr<Weights> weights;
+  const Kernels* kernels = nullptr;
+  KvGeometry geometry;
+  EngineInfo info;
+  std::unique_ptr<Stream> stream;
+  std::unique_ptr<PagePool> pool;
+  std::unique_ptr<AdapterCache> adapters;
+  std::unique_ptr<Scheduler> scheduler;
+  std::unique_ptr<Workspace> workspace;
+  std::unique_ptr<StepInput> step_input;
+  std::unique_ptr<Model> model;
+
+  mutable std::mutex mutex;
+  std::condition_variable work;      // the engine thread waits here
+  std::condition_variable progress;  // drain and measure_read_bandwidth wait here
+  // Under the lock.
+  std::vector<std::shared_ptr<Sequence>> inbox;
+  std::vector<Prefetch> prefetches;
+  EngineStats counters;
+  Status failure = Status::kOk;
+  std::string failure_message;
+  bool draining = false;
+  bool stopping = false;
+  bool woken = false;
+  bool collect_adapters = false;
+  int64_t trim_pages = -1;
+  uint64_t arrivals = 0;
+  uint64_t probes_wanted = 0, probes_done = 0;
+  double probe_bandwidth = 0;
+  std::vector<StepRecord> records;  // ring
+  uint64_t num_records = 0;
+
+ private:
+  void run();
+  // The seven verbs.
+  void admit(double now);
+  void stage();
+  void forward();
+  void sample();
+  void commit(double now);
+  void emit();
+
+  void admit_inbox();
+  void end_by_host(double now);
+  void admit_prefetches();
+  void finish_prefetches();
+  void commit_token(Sequence& sequence, int32_t sampled_index, double now);
+  void end_sequence(Sequence& sequence, FinishReason reason, Status status, const std::string& message, double now);
+  void fail(Status status, const std::string& message);
+  void probe_bandwidth_now();
+  void record_step(double start, double end);
+  void audit_step();
+
+  Batch batch_;
+  ForwardCounts counts_;
+  std::vector<SampleOutput> outputs_;
+  std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
+  size_t num_emissions_ = 0;
+  size_t probe_area_ = 0;
+  size_t probe_offset_ = 0;
+  std::thread thread_;
+};
+
+}  // namespace moelora

@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/engine/scheduler.h"
+
+#include <algorithm>
+
+#include "kernels/base/error.h"
+
+namespace moelora {
+
+Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool,
+                     AdapterCache& adapters)
+    : limits_(limits), geometry_(geometry), pool_(pool), adapters_(adapters) {
+  running_.reserve(static_cast<size_t>(limits.num_sequences_max));
+  // A preempted sequence waits again on top of a full queue.
+  waiting_.reserve(static_cast<size_t>(limits.num_waiting_max + limits.num_sequences_max));
+  for (int32_t row = limits.num_sequences_max; row-- > 0;) free_rows_.push_back(row);
+}
+
+bool Scheduler::ranks_before(const Sequence& a, const Sequence& b) {
+  const int32_t priority_a = a.request().priority;
+  const int32_t priority_b = b.request().priority;
+  return priority_a != priority_b ? priority_a > priority_b : a.arrival < b.arrival;
+}
+
+void Scheduler::insert_waiting(std::shared_ptr<Sequence> sequence) {
+  const auto at = std::find_if(waiting_.begin(), waiting_.end(),
+                               [&](const auto& other) { return ranks_before(*sequence, *other); });
+  waiting_.insert(at, std::move(sequence));
+}
+
+void Scheduler::add(std::shared_ptr<Sequence> sequence) {
+  sequence->state = SequenceState::kWaiting;
+  insert_waiting(std::move(sequence));
+}
+
+void Scheduler::remove_session(const Session& session) {
+  std::erase_if(sessions_, [&](const auto& held) { return held.get() == &session; });
+}
+
+void Scheduler::drop_all_pages() {
+  for (const auto& session : sessions_) session->kv->truncate(geometry_, 0);
+}
+
+bool Scheduler::is_paused(const Sequence& sequence) const {
+  return sequence.submission->stream->unread() >= static_cast<size_t>(limits_.output_buffer_tokens);
+}
+
+bool Scheduler::reclaim_idle() {
+  if (adapters_.evict_idle()) return true;
+  Session* oldest = nullptr;
+  for (const auto& session : sessions_) {
+    if (session->busy || session->kv->pages.size() == 0) continue;
+    if (oldest == nullptr || session->last_used < oldest->last_used) oldest = session.get();
+  }
+  if (oldest == nullptr) return false;
+  oldest->kv->truncate(geometry_, 0);
+  ++num_sessions_evicted_;
+  return true;
+}
+
+Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
+  for (size_t i = running_.size(); i-- > 0;) {
+    Sequence* candidate = running_[i].get();
+    if (!ranks_before(wants, *candidate)) return nullptr;
+    const bool in_batch = std::any_of(batch.entries.begin(), batch.entries.end(),
+                                      [&](const BatchEntry& entry) { return entry.sequence == candidate; });
+    if (!in_batch && candidate->kv->pages.size() > 0) return candidate;
+  }
+  return nullptr;
+}
+
+bool Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
+  while (!sequence.kv->try_extend(geometry_, tokens)) {
+    if (reclaim_idle()) continue;
+    Sequence* victim = preemption_victim(sequence, batch);
+    if (victim == nullptr) return false;
+    preempt(*victim);
+  }
+  return true;
+}
+
+void Scheduler::give_back(Sequence& sequence) {
+  if (sequence.slot > 0) adapters_.release(sequence.slot);
+  sequence.slot = 0;
+  if (sequence.batch_row >= 0) free_rows_.push_back(sequence.batch_row);
+  sequence.batch_row = -1;
+  sequence.token_state_ready = false;
+}
+
+void Scheduler::preempt(Sequence& sequence) {
+  const auto at = std::find_if(running_.begin(), running_.end(),
+                               [&](const auto& held) { return held.get() == &sequence; });
+  MOELORA_ASSERT(at != running_.end());
+  std::shared_ptr<Sequence> owner = *at;
+  running_.erase(at);
+  sequence.kv->truncate(geometry_, 0);
+  give_back(sequence);
+  sequence.state = SequenceState::kWaiting;
+  ++sequence.result.preemptions;
+  ++num_preemptions_;
+  insert_waiting(std::move(owner));
+}
+
+int32_t Scheduler::rows_that_fit(const Batch& batch, const Sequence& sequence) const {
+  int32_t rows = std::min(limits_.num_rows_max - batch.num_rows, sequence.num_pending());
+  const int32_t logit_rows = limits_.num_logit_rows_max - batch.num_logit_rows;
+  const int32_t capture_from = sequence.request().capture_from;
+  if (capture_from < 0) return logit_rows > 0 ? rows : 0;
+  // Positions from capture_from on need a logits row each.
+  const int32_t uncaptured = std::max(0, sequence.num_history + capture_from - sequence.kv->length);
+  return std::min(rows, uncaptured + logit_rows);
+}
+
+void Scheduler::add_entry(Batch& batch, Sequence& sequence, int32_t count) {
+  BatchEntry entry;
+  entry.sequence = &sequence;
+  entry.first = sequence.kv->length;
+  entry.count = count;
+  entry.samples = count == sequence.num_pending();
+  int32_t logit_rows = entry.samples ? 1 : 0;
+  if (sequence.request().capture_from >= 0) {
+    entry.capture_first = sequence.num_history + sequence.request().capture_from;
+    logit_rows = std::max(logit_rows, entry.first + count - std::max(entry.first, entry.capture_first));
+  }
+  batch.entries.push_back(entry);
+  batch.num_rows += count;
+  batch.num_logit_rows += logit_rows;
+  if (sequence.num_pending() > 1) batch.num_prefill_rows += count;
+}
+
+void Scheduler::schedule_running(Batch& batch, bool decode) {
+  // Preemption takes sequences out from behind index i only, or sequence i itself.
+  for (size_t i = 0; i < running_.size();) {
+    Sequence& sequence = *running_[i];
+    const int32_t count = rows_that_fit(batch, sequence);
+    if ((sequence.num_pending() == 1) != decode || count <= 0 || is_paused(sequence)) {
+      ++i;
+      continue;
+    }
+    if (!ensure_pages(sequence, sequence.kv->length + count, batch)) {
+      preempt(sequence);
+      continue;
+    }
+    add_entry(batch, sequence, count);
+    ++i;
+  }
+}
+
+bool Scheduler::try_start(Sequence& sequence) {
+  Adapter* adapter = sequence.request().adapter.get();
+  if (adapter != nullptr && sequence.row_scale != 0.0f) {
+    int32_t slot = adapters_.try_acquire(*adapter);
+    while (slot == 0 && reclaim_idle()) slot = adapters_.try_acquire(*adapter);
+    if (slot == 0) return false;
+    sequence.slot = slot;
+  }
+  sequence.kv->make_tail_private(geometry_, pool_);
+  // A block of headroom for each running sequence, or admitting one now would preempt one soon.
+  const auto headroom = static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
+  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom) {
+    if (reclaim_idle()) continue;
+    if (sequence.slot > 0) adapters_.release(sequence.slot);
+    sequence.slot = 0;
+    sequence.kv->truncate(geometry_, sequence.kv->length);
+    return false;
+  }
+  sequence.batch_row = free_rows_.back();
+  free_rows_.pop_back();
+  return true;
+}
+
+void Scheduler::admit_waiting(Batch& batch) {
+  while (!waiting_.empty() && !free_rows_.empty()) {
+    Sequence& sequence = *waiting_.front();
+    if (rows_that_fit(batch, sequence) <= 0 || !try_start(sequence)) return;
+    std::shared_ptr<Sequence> owner = std::move(waiting_.front());
+    waiting_.erase(waiting_.begin());
+    const auto at = std::find_if(running_.begin(), running_.end(),
+                                 [&](const auto& other) { return ranks_before(sequence, *other); });
+    running_.insert(at, std::move(owner));
+    sequence.state = SequenceState::kRunning;
+    if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
+      sequence.result.cached_tokens = sequence.kv->length;
+    }
+    add_entry(batch, sequence, rows_that_fit(batch, sequence));
+  }
+}
+
+void Scheduler::schedule(Batch& batch) {
+  batch.entries.clear();
+  batch.num_rows = batch.num_prefill_rows = batch.num_logit_rows = 0;
+  const uint64_t preemptions = num_preemptions_;
+  schedule_running(batch, true);
+  schedule_running(batch, false);
+  // What preemption freed is for those who run; who lost it must not take it back at once.
+  if (num_preemptions_ == preemptions) admit_waiting(batch);
+}
+
+void Scheduler::finish(Sequence& sequence) {
+  std::vector<std::shared_ptr<Sequence>>& list = sequence.state == SequenceState::kRunning ? running_ : waiting_;
+  const auto at =
+      std::find_if(list.begin(), list.end(), [&](const auto& held) { return held.get() == &sequence; });
+  MOELORA_ASSERT(at != list.end());
+  const std::shared_ptr<Sequence> owner = std::move(*at);
+  list.erase(at);
+  sequence.state = SequenceState::kFinished;
+  give_back(sequence);
+  if (sequence.request().session != nullptr) {
+    sequence.request().session->last_used = ++session_clock_;
+  } else {
+    sequence.kv->truncate(geometry_, 0);
+  }
+}
+
+void Scheduler::audit() const {
+  size_t rows = free_rows_.size();
+  for (const auto& sequence : running_) {
+    MOELORA_ASSERT(sequence->state == SequenceState::kRunning && sequence->batch_row >= 0);
+    MOELORA_ASSERT(sequence->kv->pages.size() >= geometry_.pages(sequence->kv->length));
+    ++rows;
+  }
+  MOELORA_ASSERT(rows == static_cast<size_t>(limits_.num_sequences_max));
+  for (const auto& sequence : waiting_) {
+    MOELORA_ASSERT(sequence->state == SequenceState::kWaiting && sequence->batch_row < 0 && sequence->slot == 0);
+  }
+  MOELORA_ASSERT(std::is_sorted(running_.begin(), running_.end(),
+                                [](const auto& a, const auto& b) { return ranks_before(*a, *b); }));
+}
+
+}  // namespace moelora

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who runs in the next step. Continuous batching: every running sequence in decode gets its row, prefills share the
+// rest of the token budget in chunks, waiting requests are admitted in order of (priority, arrival) while rows,
+// slots and pages last. Pure logic: no clock, no device; callers hold the engine's lock.
+//
+// Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
+// pool is short, idle adapters leave, then KV of idle sessions, then the running sequence of lowest rank that is not
+// yet in the batch is preempted: it gives up its pages, waits again and computes them anew. The sequence of highest
+// rank can therefore always run, and submit refuses what could not fit alone.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/adapter/adapter_cache.h"
+#include "runtime/engine/batch.h"
+#include "runtime/engine/sequence.h"
+
+namespace moelora {
+
+struct SchedulerLimits {
+  int32_t num_sequences_max = 0;
+  int32_t num_rows_max = 0;
+  int32_t num_logit_rows_max = 0;
+  int32_t num_waiting_max = 0;
+  int32_t output_buffer_tokens = 0;
+};
+
+class Scheduler {
+ public:
+  Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters);
+
+  [[nodiscard]] bool is_full() const { return waiting_.size() >= static_cast<size_t>(limits_.num_waiting_max); }
+  void add(std::shared_ptr<Sequence> sequence);
+  void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
+  void remove_session(const Session& session);
+  void drop_all_pages();  // of sessions, before the pool goes
+
+  // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
+  void schedule(Batch& batch);
+  // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
+  void finish(Sequence& sequence);
+  // Drops idle adapters, then idle sessions' KV: true if something was freed.
+  bool reclaim_idle();
+
+  [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
+  [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
+  [[nodiscard]] size_t num_sessions() const { return sessions_.size(); }
+  [[nodiscard]] uint64_t num_preemptions() const { return num_preemptions_; }
+  [[nodiscard]] uint64_t num_sessions_evicted() const { return num_sessions_evicted_; }
+  // Re-derives page and row counts from the sequences; throws Error{kInternal}.
+  void audit() const;
+
+ private:
+  static bool ranks_before(const Sequence& a, const Sequence& b);
+  void insert_waiting(std::shared_ptr<Sequence> sequence);
+  void schedule_running(Batch& batch, bool decode);
+  void admit_waiting(Batch& batch);
+  [[nodiscard]] bool try_start(Sequence& sequence);
+  [[nodiscard]] bool ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
+  [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
+  void preempt(Sequence& sequence);
+  void give_back(Sequence& sequence);
+  [[nodiscard]] bool is_paused(const Sequence& sequence) const;
+  void add_entry(Batch& batch, Sequence& sequence, int32_t count);
+  [[nodiscard]] int32_t rows_that_fit(const Batch& batch, const Sequence& sequence) const;
+
+  SchedulerLimits limits_;
+  const KvGeometry& geometry_;
+  PagePool& pool_;
+  AdapterCache& adapters_;
+  std::vector<std::shared_ptr<Sequence>> running_;  // in order of rank
+  std::vector<std::shared_ptr<Sequence>> waiting_;  // in order of rank
+  std::vector<std::shared_ptr<Session>> sessions_;
+  std::vector<int32_t> free_rows_;
+  uint64_t session_clock_ = 0;
+  uint64_t num_preemptions_ = 0;
+  uint64_t num_sessions_evicted_ = 0;
+};
+
+}  // namespace moelora

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+// A request in flight. Submission is what host and engine share; Sequence is the engine's part of it: tokens,
+// progress, pages, state. Everything a sequence will ever need is taken at submit, so that steps allocate nothing.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/engine/request.h"
+#include "runtime/engine/session.h"
+#include "runtime/engine/token_stream.h"
+
+namespace moelora {
+
+struct Sequence;
+
+struct Submission {
+  Request request;
+  std::unique_ptr<TokenStream> stream;
+  std::atomic<bool> cancelled{false};
+  std::atomic<bool> drop_turn{false};  // cancel rolls the session back
+  double submitted_ms = 0;
+  double deadline_at_ms = 0;           // absolute, monotonic; 0 = none
+};
+
+enum class SequenceState : uint8_t { kWaiting, kRunning, kFinished };
+
+struct Sequence {
+  std::shared_ptr<Submission> submission;
+  SequenceState state = SequenceState::kWaiting;
+  uint64_t arrival = 0;
+  std::vector<int32_t> tokens;    // history of the session, prompt, output; capacity for tokens_max
+  size_t tokens_max = 0;          // history + prompt + max_tokens, at most the context
+  int32_t num_history = 0;        // tokens before this request's prompt
+  int32_t num_prompt = 0;         // history + prompt: outputs start here
+  std::shared_ptr<KvSequence> kv;  // kv->length tokens are computed
+  int32_t slot = 0;               // adapter slot, held while running
+  float row_scale = 0.0f;
+  int32_t batch_row = -1;         // index of the running sequence among per-sequence device state (penalties)
+  bool token_state_ready = false;
+  std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
+  RequestResult result;
+  double started_ms = 0;
+  double first_token_ms = 0;
+
+  [[nodiscard]] const Request& request() const { return submission->request; }
+  [[nodiscard]] int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
+  [[nodiscard]] int32_t num_outputs() const { return num_tokens() - num_prompt; }
+  // Tokens that are not in the KV yet: 1 in decode.
+  [[nodiscard]] int32_t num_pending() const { return num_tokens() - kv->length; }
+};
+
+}  // namespace moelora

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+// One step as flat arrays: what the device is told. Memory for the largest step is taken once; `stage` fills it from
+// a Batch and allocates nothing. The field names are those of the ops' contracts.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "runtime/adapter/adapter_cache.h"
+#include "runtime/engine/batch.h"
+#include "runtime/model/model.h"
+
+namespace moelora {
+
+struct StepInputLimits {
+  int32_t num_rows_max = 0;
+  int32_t num_sequences_max = 0;
+  int32_t num_logit_rows_max = 0;
+  int32_t num_blocks_max = 0;  // of one sequence
+  int32_t vocab_size = 0;
+};
+
+// A logits row whose values a request wants to keep.
+struct CaptureRow {
+  Sequence* sequence = nullptr;
+  int32_t logit_row = 0;
+  int32_t position = 0;  // in the request's own prompt and output
+};
+
+class StepInput {
+ public:
+  StepInput(const StepInputLimits& limits, const KvGeometry& geometry);
+  ~StepInput();
+  StepInput(const StepInput&) = delete;
+  StepInput& operator=(const StepInput&) = delete;
+
+  // Sampled rows come first among the logits rows, in order of the batch's entries; capture-only rows follow.
+  void stage(const Batch& batch, const PagePool& pool, const AdapterCache& adapters);
+
+  [[nodiscard]] const ForwardInput& forward_input() const { return input_; }
+  [[nodiscard]] int32_t num_sampled() const { return static_cast<int32_t>(sampled_.size()); }
+  [[nodiscard]] const std::vector<Sequence*>& sampled() const { return sampled_; }
+  [[nodiscard]] const SampleRow* sample_rows() const { return sample_rows_.data(); }
+  [[nodiscard]] const std::vector<CaptureRow>& captures() const { return captures_; }
+  [[nodiscard]] int32_t num_adapters() const { return num_adapters_; }
+
+  // Token counts of a running sequence for penalties; rebuilt when it starts, kept current by `count_token`.
+  void start_sequence(const Sequence& sequence);
+  void count_token(const Sequence& sequence, int32_t token);
+
+ private:
+  void stage_entry(const BatchEntry& entry, int32_t sequence_index);
+  void stage_adapters(const Batch& batch, const AdapterCache& adapters);
+  void stage_sampling(const Sequence& sequence);
+  [[nodiscard]] uint16_t* token_state(const Sequence& sequence);
+
+  StepInputLimits limits_;
+  int32_t num_groups_;
+  int32_t block_tokens_;
+  ForwardInput input_;
+  LoraBatch lora_;
+  std::vector<int32_t> token_ids_, positions_, row_sequence_, row_begin_, logit_rows_, block_tables_;
+  std::vector<int32_t> row_slot_, sorted_rows_, segment_begin_, segment_slot_;
+  std::vector<float> row_scale_;
+  std::vector<int32_t> entry_order_;
+  std::vector<Sequence*> sampled_;
+  std::vector<SampleRow> sample_rows_;
+  std::vector<CaptureRow> captures_;
+  int32_t num_adapters_ = 0;
+  uint16_t* token_states_ = nullptr;  // [num_sequences_max, V], touched only by requests with penalties
+  size_t token_states_bytes_ = 0;
+};
+
+// True if sampling this request needs token counts.
+bool needs_token_state(const Sampling& sampling);
+
+}  // namespace moelora

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+// safetensors files, mapped read-only. Everything in the header is checked against the file before any tensor is
+// handed out: header length, offsets inside the file, no overlap, no hole, sizes that match dtype and shape.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moelora {
+
+// A tensor in a mapped file or in memory; borrowed from its SafetensorsFile.
+struct StoredTensor {
+  std::string name;
+  std::string dtype;            // as in the file: "BF16", "F32", "U8", ...
+  std::vector<int64_t> shape;
+  const std::byte* data = nullptr;
+  size_t bytes = 0;
+  [[nodiscard]] int64_t elements() const;
+  [[nodiscard]] std::string shape_text() const;  // "[2, 3]"
+};
+
+class SafetensorsFile {
+ public:
+  // Throws Error{kIo} (cannot open), {kCorrupt} (any fault of the container; Git-LFS pointer and empty file are
+  // named as such). Messages start with the path.
+  static std::unique_ptr<SafetensorsFile> open(const std::string& path);
+  // Over memory that outlives the object; `label` stands for the path in messages.
+  static std::unique_ptr<SafetensorsFile> from_memory(const std::byte* data, size_t bytes, const std::string& label);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  [[nodiscard]] const std::string& path() const;
+  [[nodiscard]] const std::vector<StoredTensor>& tensors() const;    // in file order
+  [[nodiscard]] const StoredTensor* find(const std::string& name) const;  // null = none
+  [[nodiscard]] const std::byte* data() const;  // the whole file
+  [[nodiscard]] size_t bytes() const;
+
+ private:
+  SafetensorsFile();
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// A model folder's checkpoint: model.safetensors.index.json decides which files are opened, else model.safetensors.
+class Checkpoint {
+ public:
+  // Throws Error: kIo, kCorrupt, kUnsupported (only *.bin / *.pth, original layouts; named).
+  static std::unique_ptr<Checkpoint> open(const std::string& dir);
+  [[nodiscard]] const StoredTensor* find(const std::string& name) const;
+  [[nodiscard]] const std::map<std::string, const StoredTensor*>& tensors() const { return tensors_; }
+  [[nodiscard]] const std::vector<std::unique_ptr<SafetensorsFile>>& files() const { return files_; }
+
+ private:
+  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::map<std::string, const StoredTensor*> tensors_;
+};
+
+}  // namespace moelora

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+// One pool of equal byte-sized pages per device, taken at open; KV blocks and LoRA weights lease pages from the same
+// free list. Nothing is set aside for either use and any free page serves. Not thread-safe: callers hold the
+// engine's lock. Invariants (audit): free + leased = total; a page's count of leases is what the leases say.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace moelora {
+
+using PageId = int32_t;
+enum class PageUse : uint8_t { kFree = 0, kKv = 1, kAdapter = 2 };
+
+class PagePool {
+ public:
+  // Takes num_pages * page_bytes of address space; the system backs a page when it is first written.
+  // Throws Error{kDeviceNomem} with the numbers.
+  PagePool(int32_t num_pages, int64_t page_bytes);
+  ~PagePool();
+  PagePool(const PagePool&) = delete;
+  PagePool& operator=(const PagePool&) = delete;
+
+  // All or nothing: `count` page ids into `out`, or false and nothing taken.
+  [[nodiscard]] bool try_reserve(PageUse use, PageId* out, int32_t count);
+  // One more lease on pages already leased (KV blocks that two sequences read).
+  void share(const PageId* pages, int32_t count);
+  void release(const PageId* pages, int32_t count);
+  [[nodiscard]] int32_t leases(PageId page) const { return leases_[static_cast<size_t>(page)]; }
+
+  [[nodiscard]] std::byte* base() const { return base_; }
+  [[nodiscard]] int64_t page_bytes() const { return page_bytes_; }
+  [[nodiscard]] int32_t num_pages() const { return num_pages_; }
+  [[nodiscard]] int32_t num_free() const { return static_cast<int32_t>(free_.size()); }
+  [[nodiscard]] int32_t num_used(PageUse use) const { return used_[static_cast<size_t>(use)]; }
+  // Re-derives every counter; throws Error{kInternal} where one is off.
+  void audit() const;
+
+ private:
+  int32_t num_pages_;
+  int64_t page_bytes_;
+  std::byte* base_ = nullptr;
+  size_t mapped_bytes_ = 0;
+  std::vector<PageId> free_;
+  std::vector<int32_t> leases_;
+  std::vector<PageUse> use_;
+  int32_t used_[3] = {0, 0, 0};
+};
+
+// Move-only ownership of pages, in order. Storage for `capacity` ids is taken at construction, so that growing in a
+// step allocates nothing.
+class PageLease {
+ public:
+  PageLease() = default;
+  PageLease(PagePool& pool, PageUse use, int32_t capacity);
+  PageLease(PageLease&& other) noexcept;
+  PageLease& operator=(PageLease&& other) noexcept;
+  PageLease(const PageLease&) = delete;
+  PageLease& operator=(const PageLease&) = delete;
+  ~PageLease() { resize_down(0); }
+
+  [[nodiscard]] bool try_grow(int32_t count);
+  void resize_down(int32_t size);
+  // Becomes a second lease on the first `count` pages of `other`; this must be empty.
+  void share_from(const PageLease& other, int32_t count);
+  [[nodiscard]] const PageId* data() const { return pages_.data(); }
+  [[nodiscard]] int32_t size() const { return size_; }
+  [[nodiscard]] int32_t capacity() const { return static_cast<int32_t>(pages_.size()); }
+
+ private:
+  PagePool* pool_ = nullptr;
+  PageUse use_ = PageUse::kKv;
+  std::vector<PageId> pages_;
+  int32_t size_ = 0;
+};
+
+}  // namespace moelora

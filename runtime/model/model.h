@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+// The network as straight code: embedding, layers in paper order, final norm, logits. Knows no request and no
+// adapter by name; launches work only through the Kernels table. Owns no memory: weights and workspace are
+// borrowed. The two halves of a layer are in attention_block.cc and moe_block.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.h"
+#include "runtime/model/config.h"
+#include "runtime/model/weights.h"
+#include "runtime/model/workspace.h"
+
+namespace moelora {
+
+// What a step tells the device. Arrays live in device memory of StepInput.
+struct ForwardInput {
+  int32_t num_rows = 0;       // T
+  int32_t num_sequences = 0;
+  int32_t num_logit_rows = 0;  // S
+  const int32_t* token_ids = nullptr;     // [T]
+  const int32_t* positions = nullptr;     // [T]
+  const int32_t* row_sequence = nullptr;  // [T] index of the batch's sequence
+  const int32_t* row_begin = nullptr;     // [num_sequences + 1]
+  const int32_t* logit_rows = nullptr;    // [S] rows whose logits are wanted
+  KvView kv;
+  const LoraBatch* lora = nullptr;        // null: no row has an adapter, and no LoRA work is launched
+};
+
+// Counted by forward for stats and benches.
+struct ForwardCounts {
+  int64_t active_experts = 0;  // summed over the MoE layers
+  int32_t moe_layers = 0;
+  double lora_bytes = 0;  // of adapter matrices that the step reads, each once
+};
+
+// Bytes of the matrices that `slot` has for one expert.
+double expert_lora_bytes(const LoraBatch& lora, const ModelConfig& config, int32_t layer, int32_t slot, int32_t expert);
+
+class Model {
+ public:
+  Model(const ModelConfig& config, const Weights& weights, const Kernels& kernels, Compute compute)
+      : config_(config), weights_(weights), kernels_(kernels), compute_(compute) {}
+
+  // Leaves logits [S, V] in workspace.logits.
+  void forward(const ForwardInput& input, Workspace& workspace, Stream& stream, ForwardCounts* counts) const;
+
+ private:
+  void attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
+                          ForwardCounts* counts) const;
+  void dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void shared_expert(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
+               ForwardCounts* counts) const;
+  void count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order, ForwardCounts& counts) const;
+  [[nodiscard]] LinearArgs linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
+                                       Workspace& workspace) const;
+
+  const ModelConfig& config_;
+  const Weights& weights_;
+  const Kernels& kernels_;
+  Compute compute_;
+};
+
+}  // namespace moelora

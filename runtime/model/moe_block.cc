@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// h += FFN(norm(h)): a dense SwiGLU MLP, or router, sort by (expert, adapter), gate_up, down, combine, and the
+// shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op.
+#include "runtime/model/model.h"
+
+namespace moelora {
+
+void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
+                               ForwardCounts* counts) const {
+  RmsNormArgs norm;
+  norm.x = workspace.hidden;
+  norm.weight = weights_.layers[static_cast<size_t>(layer)].post_norm;
+  norm.eps = config_.rms_norm_eps;
+  norm.num_rows = input.num_rows;
+  norm.width = config_.hidden_size;
+  norm.out = workspace.normed;
+  kernels_.rms_norm(norm, stream);
+  if (config_.layer_is_moe[static_cast<size_t>(layer)] != 0) {
+    moe_mlp(input, layer, workspace, stream, counts);
+  } else {
+    dense_mlp(input, layer, workspace, stream);
+  }
+}
+
+void Model::dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+  const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
+  LinearArgs gate_up = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
+  gate_up.num_parts = 2;
+  gate_up.parts[0] = {weights.gate, weights.gate_bias, workspace.gate, LoraModule::kGate};
+  gate_up.parts[1] = {weights.up, weights.up_bias, workspace.up, LoraModule::kUp};
+  kernels_.linear(gate_up, stream);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size}, stream);
+  LinearArgs down = linear_args(input, layer, workspace.gate, config_.intermediate_size, workspace);
+  down.num_parts = 1;
+  down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, LoraModule::kDown};
+  down.accumulate = true;
+  kernels_.linear(down, stream);
+}
+
+void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+  const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
+  LinearArgs gate_up = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
+  gate_up.num_parts = 3;
+  gate_up.parts[0] = {weights.shared_gate, {}, workspace.gate, LoraModule::kSharedGate};
+  gate_up.parts[1] = {weights.shared_up, {}, workspace.up, LoraModule::kSharedUp};
+  gate_up.parts[2] = {weights.shared_expert_gate, {}, workspace.shared_gate, LoraModule::kSharedExpertGate};
+  kernels_.linear(gate_up, stream);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size}, stream);
+  LinearArgs down = linear_args(input, layer, workspace.gate, config_.shared_intermediate_size, workspace);
+  down.num_parts = 1;
+  down.parts[0] = {weights.shared_down, {}, workspace.shared, LoraModule::kSharedDown};
+  kernels_.linear(down, stream);
+}
+
+void Model::count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order, ForwardCounts& counts) const {
+  ++counts.moe_layers;
+  for (int32_t e = 0; e < config_.num_experts; ++e) {
+    counts.active_experts += order.expert_begin[e + 1] > order.expert_begin[e] ? 1 : 0;
+  }
+  if (input.lora == nullptr) return;
+  for (int32_t segment = 0; segment < *order.num_segments; ++segment) {
+    counts.lora_bytes +=
+        expert_lora_bytes(*input.lora, config_, layer, order.segment_slot[segment], order.segment_expert[segment]);
+  }
+}
+
+void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
+                    ForwardCounts* counts) const {
+  const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
+  LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
+  router.num_parts = 1;
+  router.parts[0] = {weights.router, {}, workspace.router_logits, LoraModule::kRouter};
+  router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
+  kernels_.linear(router, stream);
+
+  kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
+                        RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids,
+                        workspace.expert_weights},
+                       stream);
+  kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
+                     config_.top_k, config_.num_experts, workspace.order},
+                    stream);
+  if (counts != nullptr) count_experts(input, layer, workspace.order, *counts);
+
+  MoeGateUpArgs gate_up;
+  gate_up.x = workspace.normed;
+  gate_up.gate = weights.expert_gate;
+  gate_up.up = weights.expert_up;
+  gate_up.order = workspace.order;
+  gate_up.num_rows = input.num_rows;
+  gate_up.top_k = config_.top_k;
+  gate_up.num_experts = config_.num_experts;
+  gate_up.layer = layer;
+  gate_up.lora = input.lora;
+  gate_up.compute = compute_;
+  gate_up.act = workspace.expert_act;
+  gate_up.scratch = workspace.scratch;
+  gate_up.scratch_bytes = workspace.scratch_bytes;
+  kernels_.moe_gate_up(gate_up, stream);
+
+  MoeDownArgs down;
+  down.act = workspace.expert_act;
+  down.down = weights.expert_down;
+  down.order = workspace.order;
+  down.num_rows = input.num_rows;
+  down.top_k = config_.top_k;
+  down.num_experts = config_.num_experts;
+  down.layer = layer;
+  down.lora = input.lora;
+  down.compute = compute_;
+  down.out = workspace.expert_out;
+  down.scratch = workspace.scratch;
+  down.scratch_bytes = workspace.scratch_bytes;
+  kernels_.moe_down(down, stream);
+
+  MoeCombineArgs combine;
+  combine.down = workspace.expert_out;
+  combine.weights = workspace.expert_weights;
+  combine.order = workspace.order;
+  combine.num_rows = input.num_rows;
+  combine.top_k = config_.top_k;
+  combine.width = config_.hidden_size;
+  if (config_.shared_intermediate_size > 0) {
+    shared_expert(input, layer, workspace, stream);
+    combine.shared = workspace.shared;
+    combine.shared_gate = workspace.shared_gate;
+  }
+  combine.hidden = workspace.hidden;
+  kernels_.moe_combine(combine, stream);
+}
+
+}  // namespace moelora

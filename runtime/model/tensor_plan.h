@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+// The tensors that a model of a given configuration has: name, shape, and the view in Weights each belongs to. One
+// list serves loading, random weights and the estimate of their size, so the three cannot disagree. Names are those
+// of the Hugging Face layout of each family (formats.md A3-A6, A10).
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "runtime/model/weights.h"
+
+namespace moelora {
+
+enum class TensorKind : uint8_t { kMatrix, kNorm, kBias };
+
+struct PlannedTensor {
+  std::vector<std::string> names;  // the first one found is used; more than one found is an error
+  TensorKind kind;
+  int32_t rows;                    // 1 for norms and biases, which are stored as [cols]
+  int32_t cols;
+  Weight* weight;                  // where the view goes
+};
+
+// One projection of a layer's routed experts.
+struct PlannedExperts {
+  const char* projection;  // as in per-expert names: "gate_proj", or Mixtral's "w1"
+  int32_t rows;
+  int32_t cols;
+  std::vector<const void*>* data;
+  ExpertWeights* weights;
+};
+
+// All but the routed experts. `weights.layers` must have num_layers entries; views point into it.
+std::vector<PlannedTensor> plan_tensors(const ModelConfig& config, Weights& weights);
+// Gate, up, down of a MoE layer, in this order.
+std::vector<PlannedExperts> plan_experts(const ModelConfig& config, LayerWeights& layer);
+
+std::string expert_tensor_name(const ModelConfig& config, int32_t layer, int32_t expert, const char* projection);
+// The 3-D tensors that transformers v5 may write instead: [E, 2I, H] and [E, H, I].
+std::string fused_gate_up_name(int32_t layer);
+std::string fused_down_name(int32_t layer);
+
+}  // namespace moelora

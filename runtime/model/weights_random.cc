@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+// Random weights for benchmarks, in the shapes and the dtype that config.json names. One anonymous mapping holds
+// all tensors, so that bandwidth can be measured on the very memory a step reads. Values are a function of
+// (seed, tensor, element) alone: two runs agree whatever the number of cores.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+#include <fmt/format.h>
+
+#include "kernels/base/error.h"
+#include "kernels/base/stream.h"
+#include "kernels/memory/fill_random.h"
+#include "runtime/model/tensor_plan.h"
+#include "runtime/model/weights_storage.h"
+
+namespace moelora {
+namespace {
+
+constexpr size_t kAlignment = 64;
+constexpr int kThreadsMax = 64;
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+size_t matrix_bytes(Dtype dtype, int32_t rows, int32_t cols) {
+  return static_cast<size_t>(rows) * static_cast<size_t>(cols) * dtype_bytes(dtype);
+}
+
+uint64_t mix(uint64_t x) {  // splitmix64
+  x += 0x9E3779B97F4A7C15u;
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// 1 + j/128, j in 0..15: such values are exact in all three dtypes, so no rounding is needed.
+void fill_norm(std::byte* data, Dtype dtype, int32_t count, uint64_t seed) {
+  for (int32_t i = 0; i < count; ++i) {
+    const uint32_t j = static_cast<uint32_t>(mix(seed + static_cast<uint64_t>(i)) & 15u);
+    std::byte* element = data + static_cast<size_t>(i) * dtype_bytes(dtype);
+    if (dtype == Dtype::kF32) {
+      const float value = 1.0f + static_cast<float>(j) / 128.0f;
+      std::memcpy(element, &value, sizeof value);
+    } else {
+      const auto bits = static_cast<uint16_t>(dtype == Dtype::kBf16 ? 0x3F80u + j : 0x3C00u + (j << 3));
+      std::memcpy(element, &bits, sizeof bits);
+    }
+  }
+}
+
+// Hands out the mapping front to back and fills each piece.
+class Filler {
+ public:
+  Filler(const AnonymousMemory& memory, Dtype dtype, uint64_t seed, Stream& stream)
+      : memory_(memory), dtype_(dtype), seed_(seed), stream_(stream) {}
+
+  const void* fill(TensorKind kind, int32_t rows, int32_t cols) {
+    std::byte* data = memory_.data() + used_;
+    used_ += aligned(matrix_bytes(dtype_, rows, cols));
+    MOELORA_ASSERT(used_ <= memory_.bytes());
+    const uint64_t seed = mix(seed_ ^ mix(++tensor_));
+    if (kind == TensorKind::kNorm) {
+      fill_norm(data, dtype_, cols, seed);
+      return data;
+    }
+    FillRandomArgs args;
+    args.data = data;
+    args.dtype = dtype_;
+    args.count = int64_t{rows} * cols;
+    // Uniform in [-s, s) has standard deviation s / sqrt(3).
+    args.scale = kind == TensorKind::kBias ? 0.05f : std::sqrt(3.0f / static_cast<float>(cols));
+    args.seed = seed;
+    fill_random_cpu(args, stream_);
+    return data;
+  }
+
+ private:
+  const AnonymousMemory& memory_;
+  Dtype dtype_;
+  uint64_t seed_;
+  Stream& stream_;
+  size_t used_ = 0;
+  uint64_t tensor_ = 0;
+};
+
+// Sum over all planned tensors of `size(rows, cols)`; the largest value if 64 bits do not hold it.
+template <class Size>
+uint64_t planned_bytes(const ModelConfig& config, Weights& weights, const Size& size) {
+  uint64_t bytes = 0;
+  const auto add = [&](uint64_t more) {
+    if (__builtin_add_overflow(bytes, more, &bytes)) bytes = UINT64_MAX;
+  };
+  for (const PlannedTensor& planned : plan_tensors(config, weights)) add(size(planned.rows, planned.cols));
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) continue;
+    for (const PlannedExperts& planned : plan_experts(config, weights.layers[static_cast<size_t>(i)])) {
+      add(size(planned.rows, planned.cols) * static_cast<uint64_t>(config.num_experts));
+    }
+  }
+  return bytes;
+}
+
+}  // namespace
+
+AnonymousMemory::AnonymousMemory(size_t bytes) : bytes_(bytes) {
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) throw Error(Status::kNomem, fmt::format("random weights: no memory for {} bytes", bytes));
+  data_ = static_cast<std::byte*>(data);
+  ::madvise(data, bytes, MADV_HUGEPAGE);  // a wish; fewer TLB misses in a step
+  ::madvise(data, bytes, MADV_DONTDUMP);  // gigabytes of noise are of no use in the host's core dump
+}
+
+AnonymousMemory::~AnonymousMemory() { ::munmap(data_, bytes_); }
+
+std::unique_ptr<Weights> Weights::random(const ModelConfig& config, uint64_t seed) {
+  std::unique_ptr<Weights> weights(new Weights);
+  weights->layers.resize(static_cast<size_t>(config.num_layers));
+  const uint64_t bytes = planned_bytes(config, *weights, [&](int32_t rows, int32_t cols) {
+    return uint64_t{aligned(matrix_bytes(config.dtype, rows, cols))};
+  });
+  weights->bytes_ = weight_bytes_of_config(config);
+  weights->storage_->memory = std::make_unique<AnonymousMemory>(static_cast<size_t>(bytes));
+
+  const int threads = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kThreadsMax);
+  Stream stream(threads, 0);
+  Filler filler(*weights->storage_->memory, config.dtype, seed, stream);
+  for (const PlannedTensor& planned : plan_tensors(config, *weights)) {
+    *planned.weight = {filler.fill(planned.kind, planned.rows, planned.cols), config.dtype, planned.rows, planned.cols};
+  }
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) continue;
+    for (const PlannedExperts& planned : plan_experts(config, weights->layers[static_cast<size_t>(i)])) {
+      planned.data->resize(static_cast<size_t>(config.num_experts));
+      for (const void*& matrix : *planned.data) matrix = filler.fill(TensorKind::kMatrix, planned.rows, planned.cols);
+      *planned.weights = {planned.data->data(), config.dtype, planned.rows, planned.cols};
+    }
+  }
+  if (config.tie_embeddings) weights->lm_head = weights->embedding;
+  return weights;
+}
+
+uint64_t weight_bytes_of_config(const ModelConfig& config) {
+  Weights weights;
+  weights.layers.resize(static_cast<size_t>(config.num_layers));
+  return planned_bytes(config, weights, [&](int32_t rows, int32_t cols) {
+    return uint64_t{matrix_bytes(config.dtype, rows, cols)};
+  });
+}
+
+}  // namespace moelora

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/model/workspace.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/base/error.h"
+#include "kernels/dense/linear.h"
+
+namespace moelora {
+
+// Runs twice: once to count bytes, once to hand out addresses, so that both always agree.
+template <class Take>
+void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits, const Take& take) {
+  const auto rows = static_cast<size_t>(limits.num_rows_max);
+  const auto logit_rows = static_cast<size_t>(limits.num_logit_rows_max);
+  const auto hidden_size = static_cast<size_t>(config.hidden_size);
+  const auto q_width = static_cast<size_t>(config.num_heads) * static_cast<size_t>(config.head_dim);
+  const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
+  const auto matrix = [&](size_t count, size_t width) {
+    return Rows{take(count * width * sizeof(float)), Dtype::kF32, static_cast<int64_t>(width)};
+  };
+  const auto ints = [&](size_t count) { return reinterpret_cast<int32_t*>(take(count * sizeof(int32_t))); };
+  hidden = matrix(rows, hidden_size);
+  normed = matrix(rows, hidden_size);
+  q = matrix(rows, q_width);
+  k = matrix(rows, kv_width);
+  v = matrix(rows, kv_width);
+  attention = matrix(rows, q_width);
+  const size_t mlp_width =
+      static_cast<size_t>(std::max({config.intermediate_size, config.shared_intermediate_size, 1}));
+  gate = matrix(rows, mlp_width);
+  up = matrix(rows, mlp_width);
+  const auto rank = static_cast<size_t>(limits.lora_rank_max);
+  scratch_bytes = linear_scratch_bytes(rows, std::max({hidden_size, q_width, mlp_width}), rows, rank);
+  if (config.num_experts > 0) {
+    const auto experts = static_cast<size_t>(config.num_experts);
+    const size_t pairs = rows * static_cast<size_t>(config.top_k);
+    const auto expert_width = static_cast<size_t>(config.moe_intermediate_size);
+    router_logits = matrix(rows, experts);
+    expert_ids = ints(pairs);
+    expert_weights = reinterpret_cast<float*>(take(pairs * sizeof(float)));
+    order.pair_row = ints(pairs);
+    order.pair_position = ints(pairs);
+    order.expert_begin = ints(experts + 1);
+    order.segment_begin = ints(pairs + 1);
+    order.segment_expert = ints(pairs);
+    order.segment_slot = ints(pairs);
+    order.num_segments = ints(1);
+    expert_act = matrix(pairs, expert_width);
+    expert_out = matrix(pairs, hidden_size);
+    if (config.shared_intermediate_size > 0) {
+      shared = matrix(rows, hidden_size);
+      shared_gate = matrix(rows, 1);
+    }
+    scratch_bytes = std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
+                              linear_scratch_bytes(rows, hidden_size, pairs, rank)});
+  }
+  logits_in = matrix(logit_rows, hidden_size);
+  logits = matrix(logit_rows, static_cast<size_t>(config.vocab_size));
+  scratch = take(scratch_bytes);
+}
+
+Workspace::Workspace(const ModelConfig& config, const WorkspaceLimits& limits) {
+  lay_out(config, limits, [&](size_t bytes) -> std::byte* {
+    bytes_ += (bytes + 63) / 64 * 64;
+    return nullptr;
+  });
+  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
+    throw Error(Status::kDeviceNomem, "workspace: cannot take " + std::to_string(bytes_) +
+                                          " bytes; lower max_batch_tokens or max_num_sequences");
+  }
+  madvise(memory, bytes_, MADV_HUGEPAGE);
+  base_ = static_cast<std::byte*>(memory);
+  size_t used = 0;
+  lay_out(config, limits, [&](size_t bytes) -> std::byte* {
+    std::byte* at = base_ + used;
+    used += (bytes + 63) / 64 * 64;
+    return at;
+  });
+  MOELORA_ASSERT(used == bytes_);
+}
+
+Workspace::~Workspace() { munmap(base_, bytes_); }
+
+}  // namespace moelora

@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0
+// moelora verify: answers the cases of a reference folder through the ordinary engine and batch path, one at a time or
+// all in one batch (--mixed), and judges logits, the adapters' deltas and greedy tokens (verify_rules.h). With
+// --mixed --deterministic the batch must also give the very bits of one at a time.
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "samples/cli/command.h"
+#include "samples/cli/verify_rules.h"
+
+namespace moelora_cli {
+namespace {
+
+struct VerifyFlags {
+  EngineFlags engine;
+  std::string dir, skip, only;
+  bool mixed = false;
+  bool verbose = false;
+};
+
+struct Counts {
+  int passed = 0, failed = 0, skipped = 0, near_ties = 0;
+};
+
+const char* label(const std::string& adapter) { return adapter.empty() ? "base" : adapter.c_str(); }
+
+class Verifier {
+ public:
+  explicit Verifier(const VerifyFlags& flags) : flags_(flags), folder_(read_reference_case(flags.dir)) {
+    EngineFlags engine_flags = flags.engine;
+    if (engine_flags.model.empty()) {
+      engine_flags.model = folder_.model_dir();
+    }
+    precision_ = precision_of(engine_flags);
+    choose();
+    engine_.emplace(engine_flags);
+    load_adapters();
+  }
+
+  int run() {
+    std::printf("%s: %s, %s, %s%s\n", flags_.dir.c_str(), engine_->info().architecture,
+                engine_->info().device_kind == MOELORA_DEVICE_CUDA ? "cuda" : "cpu", flags_.mixed ? "one batch" : "one at a time",
+                flags_.engine.deterministic ? ", deterministic" : "");
+    std::map<size_t, Outcome> outcomes = flags_.mixed ? answer_together() : answer_singly();
+    judge_all(outcomes);
+    if (flags_.mixed && flags_.engine.deterministic) {
+      compare_bits(outcomes, answer_singly());
+    }
+    std::printf("%s: %d passed, %d failed, %d skipped; worst logits error %.2e (%s), worst delta error %.2e (%s)",
+                flags_.dir.c_str(), counts_.passed, counts_.failed, counts_.skipped, worst_logits_,
+                worst_logits_case_.c_str(), worst_delta_, worst_delta_case_.c_str());
+    std::printf("%s\n", counts_.near_ties == 0 ? "" : (", near ties " + std::to_string(counts_.near_ties)).c_str());
+    return counts_.failed == 0 && counts_.passed > 0 ? 0 : 1;
+  }
+
+ private:
+  static Precision precision_of(const EngineFlags& flags) {
+    if (flags.compute == "bf16" || flags.device == "cuda") {
+      return Precision::kBf16;
+    }
+    const std::string path = flags.model + "/config.json";
+    const auto config = nlohmann::json::parse(read_file(path), nullptr, false);
+    return config.is_object() && config.contains("quantization_config") ? Precision::kQuantised : Precision::kExact;
+  }
+
+  // Cases to run; the base's are run also where only their adapters were asked for, as the deltas need them.
+  void choose() {
+    const auto list = [](const std::string& text) {
+      const auto parts = split(text, ',');
+      return std::set<std::string>(parts.begin(), parts.end());
+    };
+    const std::set<std::string> skip = list(flags_.skip), only = list(flags_.only);
+    std::set<std::string> known;
+    for (size_t i = 0; i < folder_.cases.size(); ++i) {
+      const std::string name = label(folder_.cases[i].adapter);
+      known.insert(name);
+      if (skip.contains(name)) {
+        ++counts_.skipped;
+        skipped_names_.insert(name);
+      } else if (only.empty() || only.contains(name)) {
+        judged_.insert(i);
+        chosen_.insert(i);
+      } else if (name == "base") {
+        chosen_.insert(i);
+      }
+    }
+    for (const std::string& name : only) {
+      if (!known.contains(name)) {
+        throw Failure(MOELORA_E_NOT_FOUND, "--only: " + flags_.dir + " has no cases of '" + name + "'");
+      }
+    }
+    for (const std::string& name : skipped_names_) {
+      std::printf("skipped: %s\n", name.c_str());
+    }
+  }
+
+  void load_adapters() {
+    for (const size_t i : chosen_) {
+      const std::string& name = folder_.cases[i].adapter;
+      if (name.empty() || adapters_.contains(name) || refused_.contains(name)) {
+        continue;
+      }
+      try {
+        adapters_[name] = engine_->load({name, folder_.adapter_dir(name)});
+      } catch (const Failure& failure) {
+        refused_[name] = failure.what();
+      }
+    }
+  }
+
+  [[nodiscard]] bool runnable(size_t i) const { return !refused_.contains(folder_.cases[i].adapter); }
+
+  [[nodiscard]] Request make_request(const Case& reference) const {
+    Request request(engine_->get());
+    moelora_sampling sampling;
+    moelora_sampling_init(&sampling);
+    sampling.max_tokens = static_cast<int32_t>(reference.greedy.size());
+    sampling.flags = MOELORA_SAMPLING_IGNORE_EOS;
+    request.set_tokens(reference.prompt);
+    request.set_sampling(sampling);
+    if (!reference.adapter.empty()) {
+      request.set_adapter(adapters_.at(reference.adapter), 1.0f);
+    }
+    must(moelora_request_capture_logits, engine_->get(), request.handle(), reference.first_position);
+    return request;
+  }
+
+  [[nodiscard]] static Outcome take(Request& request, const Case& reference) {
+    request.read_to_end();
+    Outcome outcome{{}, request.tokens()};
+    int32_t first = -1;
+    const int32_t rows = request.captured(&first);
+    if (first != reference.first_position || rows < reference.rows) {
+      throw Failure(MOELORA_E_INTERNAL, reference.name + ": captured " + std::to_string(rows) + " rows from position " +
+                                            std::to_string(first));
+    }
+    for (int32_t row = 0; row < reference.rows; ++row) {
+      const std::vector<float> logits = request.captured_row(row);
+      outcome.logits.insert(outcome.logits.end(), logits.begin(), logits.end());
+    }
+    return outcome;
+  }
+
+  std::map<size_t, Outcome> answer_singly() {
+    std::map<size_t, Outcome> outcomes;
+    for (const size_t i : chosen_) {
+      if (runnable(i)) {
+        Request request = make_request(folder_.cases[i]);
+        request.submit();
+        outcomes[i] = take(request, folder_.cases[i]);
+      }
+    }
+    return outcomes;
+  }
+
+  // All cases in one submission, prompt by prompt, so that neighbours in the batch have different adapters.
+  std::map<size_t, Outcome> answer_together() {
+    std::map<std::vector<int32_t>, std::vector<size_t>> by_prompt;
+    for (const size_t i : chosen_) {
+      if (runnable(i)) {
+        by_prompt[folder_.cases[i].prompt].push_back(i);
+      }
+    }
+    std::vector<std::pair<size_t, Request>> requests;
+    std::vector<moelora_request> handles;
+    for (const auto& [prompt, indices] : by_prompt) {
+      for (const size_t i : indices) {
+        requests.emplace_back(i, make_request(folder_.cases[i]));
+        handles.push_back(requests.back().second.handle());
+      }
+    }
+    must(moelora_submit_batch, engine_->get(), handles.data(), handles.size(), static_cast<moelora_status*>(nullptr));
+    std::map<size_t, Outcome> outcomes;
+    for (auto& [i, request] : requests) {
+      outcomes[i] = take(request, folder_.cases[i]);
+    }
+    return outcomes;
+  }
+
+  void judge_all(const std::map<size_t, Outcome>& outcomes) {
+    for (const size_t i : judged_) {
+      const Case& reference = folder_.cases[i];
+      if (!runnable(i)) {
+        ++counts_.failed;
+        std::printf("FAILED %-16s adapter refused: %s\n", reference.name.c_str(), refused_[reference.adapter].c_str());
+        continue;
+      }
+      const auto base = reference.adapter.empty() ? outcomes.end() : find_base(outcomes, reference);
+      const bool has_base = base != outcomes.end();
+      const Verdict verdict = judge(reference, outcomes.at(i), has_base ? &folder_.cases[base->first] : nullptr,
+                                    has_base ? &base->second : nullptr, tolerances_of(precision_));
+      note(reference, verdict);
+    }
+  }
+
+  [[nodiscard]] std::map<size_t, Outcome>::const_iterator find_base(const std::map<size_t, Outcome>& outcomes,
+                                                                    const Case& reference) const {
+    return std::find_if(outcomes.begin(), outcomes.end(), [&](const auto& entry) {
+      const Case& candidate = folder_.cases[entry.first];
+      return candidate.adapter.empty() && candidate.prompt == reference.prompt;
+    });
+  }
+
+  void note(const Case& reference, const Verdict& verdict) {
+    ++(verdict.passed ? counts_.passed : counts_.failed);
+    counts_.near_ties += verdict.near_tie ? 1 : 0;
+    if (verdict.logits_error > worst_logits_ || worst_logits_case_.empty()) {
+      worst_logits_ = verdict.logits_error;
+      worst_logits_case_ = reference.name + " position " + std::to_string(verdict.position) + " token " +
+                           std::to_string(verdict.token);
+    }
+    if (verdict.delta_error > worst_delta_) {
+      worst_delta_ = verdict.delta_error;
+      worst_delta_case_ = reference.name;
+    }
+    if (!verdict.passed || flags_.verbose) {
+      std::printf("%s %-16s logits %.2e (position %d, token %d), delta %s, greedy %d of %zu%s%s%s\n",
+                  verdict.passed ? "passed" : "FAILED", reference.name.c_str(), verdict.logits_error, verdict.position,
+                  verdict.token, verdict.delta_error < 0 ? "-" : scientific(verdict.delta_error).c_str(),
+                  verdict.tokens_equal, reference.greedy.size(), verdict.near_tie ? " (near tie)" : "",
+                  verdict.passed ? "" : ": ", verdict.why.c_str());
+    }
+  }
+
+  static std::string scientific(double value) {
+    char buffer[32];
+    std::snprintf(buffer, sizeof(buffer), "%.2e", value);
+    return buffer;
+  }
+
+  void compare_bits(const std::map<size_t, Outcome>& together, const std::map<size_t, Outcome>& singly) {
+    int different = 0;
+    for (const auto& [i, outcome] : together) {
+      const Outcome& alone = singly.at(i);
+      const bool equal = outcome.tokens == alone.tokens && outcome.logits.size() == alone.logits.size() &&
+                         std::memcmp(outcome.logits.data(), alone.logits.data(),
+                                     outcome.logits.size() * sizeof(float)) == 0;
+      if (!equal) {
+        ++different;
+        std::printf("FAILED %-16s bits in the batch differ from one at a time\n", folder_.cases[i].name.c_str());
+      }
+    }
+    counts_.failed += different;
+    std::printf("bits: %zu of %zu cases are equal in the batch and one at a time\n", together.size() - different,
+                together.size());
+  }
+
+  const VerifyFlags& flags_;
+  ReferenceCase folder_;
+  Precision precision_ = Precision::kExact;
+  std::optional<Engine> engine_;
+  std::set<size_t> chosen_, judged_;
+  std::set<std::string> skipped_names_;
+  std::map<std::string, moelora_adapter> adapters_;
+  std::map<std::string, std::string> refused_;
+  Counts counts_;
+  double worst_logits_ = 0, worst_delta_ = 0;
+  std::string worst_logits_case_, worst_delta_case_ = "-";
+};
+
+}  // namespace
+
+void add_verify(CLI::App& app, int* exit_code) {
+  auto flags = std::make_shared<VerifyFlags>();
+  CLI::App* command = app.add_subcommand("verify", "Compares with a folder of reference logits and tokens");
+  add_engine_flags(*command, flags->engine, false);
+  command->add_option("case_dir", flags->dir, "folder with expected.json, expected.safetensors, adapters, model")
+      ->required()
+      ->check(CLI::ExistingDirectory);
+  command->add_option("--skip", flags->skip, "NAME,... adapters not to try; counted as skipped");
+  command->add_option("--only", flags->only, "NAME,... adapters to try; 'base' for the base model");
+  command->add_flag("--mixed", flags->mixed, "all cases in one batch; with --deterministic also compares bits");
+  command->add_flag("--verbose", flags->verbose, "a line for each case, not only for failures");
+  command->callback([flags, exit_code] { *exit_code = Verifier(*flags).run(); });
+}
+
+}  // namespace moelora_cli

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// See verify_rules.h.
+#include "samples/cli/verify_rules.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+
+namespace moelora_cli {
+namespace {
+
+std::string text(const char* format, double a, double b) {
+  char buffer[160];
+  std::snprintf(buffer, sizeof(buffer), format, a, b);
+  return buffer;
+}
+
+void fail(Verdict& verdict, const std::string& why) {
+  verdict.passed = false;
+  verdict.why += (verdict.why.empty() ? "" : "; ") + why;
+}
+
+void judge_logits(const Case& reference, const Outcome& outcome, const Tolerances& tolerances, Verdict& verdict) {
+  if (outcome.logits.size() != reference.logits.size()) {
+    fail(verdict, text("%.0f logits instead of %.0f", static_cast<double>(outcome.logits.size()),
+                       static_cast<double>(reference.logits.size())));
+    return;
+  }
+  const auto vocab = static_cast<size_t>(reference.vocab);
+  for (int64_t row = 0; row < reference.rows; ++row) {
+    const float* ours = outcome.logits.data() + static_cast<size_t>(row) * vocab;
+    const float* theirs = reference.logits.data() + static_cast<size_t>(row) * vocab;
+    double largest = 0, worst = -1;
+    size_t at = 0;
+    for (size_t i = 0; i < vocab; ++i) {
+      const double difference = std::abs(static_cast<double>(ours[i]) - theirs[i]);
+      largest = std::max(largest, std::abs(static_cast<double>(theirs[i])));
+      if (!(difference <= worst)) {  // a NaN counts as the worst
+        worst = std::isnan(difference) ? INFINITY : difference;
+        at = i;
+      }
+    }
+    const double error = worst / largest;
+    if (row == 0 || error > verdict.logits_error) {
+      verdict.logits_error = error;
+      verdict.position = reference.first_position + static_cast<int32_t>(row);
+      verdict.token = static_cast<int32_t>(at);
+    }
+  }
+  if (!(verdict.logits_error <= tolerances.logits)) {
+    fail(verdict, text("logits differ by %.2e, at most %.0e is allowed", verdict.logits_error, tolerances.logits));
+  }
+}
+
+void judge_delta(const Case& reference, const Outcome& outcome, const Case& base, const Outcome& base_outcome,
+                 const Tolerances& tolerances, Verdict& verdict) {
+  if (base.logits.size() != reference.logits.size() || base_outcome.logits.size() != outcome.logits.size() ||
+      outcome.logits.size() != reference.logits.size()) {
+    fail(verdict, "the base has other logits kept than the adapter");
+    return;
+  }
+  double difference = 0, delta = 0, whole = 0;
+  for (size_t i = 0; i < reference.logits.size(); ++i) {
+    const double theirs = static_cast<double>(reference.logits[i]) - base.logits[i];
+    const double ours = static_cast<double>(outcome.logits[i]) - base_outcome.logits[i];
+    difference += (ours - theirs) * (ours - theirs);
+    delta += theirs * theirs;
+    whole += static_cast<double>(reference.logits[i]) * reference.logits[i];
+  }
+  const double ratio = std::sqrt(delta / whole);
+  if (delta == 0 || ratio < tolerances.min_delta_ratio) {
+    return;
+  }
+  verdict.delta_error = std::sqrt(difference / delta);
+  const double allowed = ratio < tolerances.small_delta_ratio ? tolerances.small_delta : tolerances.delta;
+  if (!(verdict.delta_error <= allowed)) {
+    fail(verdict, text("the adapter's delta differs by %.2e, at most %.0e is allowed", verdict.delta_error, allowed));
+  }
+}
+
+void judge_greedy(const Case& reference, const Outcome& outcome, const Tolerances& tolerances, Verdict& verdict) {
+  const size_t common = std::min(reference.greedy.size(), outcome.tokens.size());
+  size_t equal = 0;
+  while (equal < common && reference.greedy[equal] == outcome.tokens[equal]) {
+    ++equal;
+  }
+  verdict.tokens_equal = static_cast<int32_t>(equal);
+  if (equal == reference.greedy.size()) {
+    return;
+  }
+  if (equal == outcome.tokens.size()) {
+    fail(verdict, text("%.0f greedy tokens instead of %.0f", static_cast<double>(equal),
+                       static_cast<double>(reference.greedy.size())));
+    return;
+  }
+  double largest = 0;
+  for (const float logit : reference.logits) {
+    largest = std::max(largest, std::abs(static_cast<double>(logit)));
+  }
+  const double allowed = std::max(tolerances.margin, tolerances.margin_relative * largest);
+  verdict.near_tie = reference.greedy_margin[equal] <= allowed;
+  if (!verdict.near_tie) {
+    fail(verdict, "greedy token " + std::to_string(equal) + " is " + std::to_string(outcome.tokens[equal]) +
+                      ", not " + std::to_string(reference.greedy[equal]) + " (margin " +
+                      text("%.2e, a difference is allowed up to %.0e)", reference.greedy_margin[equal], allowed));
+  }
+}
+
+}  // namespace
+
+Tolerances tolerances_of(Precision precision) {
+  switch (precision) {
+    case Precision::kBf16: return {2e-2, 5e-2, 5e-2, 0, 0.5, 0, 4e-2};
+    case Precision::kQuantised: return {1e-3, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
+    default: return {1e-4, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
+  }
+}
+
+Verdict judge(const Case& reference, const Outcome& outcome, const Case* base, const Outcome* base_outcome,
+              const Tolerances& tolerances) {
+  Verdict verdict;
+  judge_logits(reference, outcome, tolerances, verdict);
+  if (base != nullptr && base_outcome != nullptr) {
+    judge_delta(reference, outcome, *base, *base_outcome, tolerances, verdict);
+  }
+  judge_greedy(reference, outcome, tolerances, verdict);
+  return verdict;
+}
+
+}  // namespace moelora_cli

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+// Small ways to drive an Engine from a test: submit a request, read it to its end.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/engine/engine.h"
+#include "tests/support/catch.h"
+#include "tests/support/golden.h"
+
+namespace moelora::test {
+
+inline std::shared_ptr<Submission> make_submission(const Engine& engine, const Request& request) {
+  auto submission = std::make_shared<Submission>();
+  submission->request = request;
+  submission->stream = std::make_unique<TokenStream>(request, engine.info().config.vocab_size, nullptr, 1, 0);
+  return submission;
+}
+
+inline std::vector<int32_t> read_all(Submission& submission, RequestResult* result = nullptr) {
+  std::vector<int32_t> tokens;
+  for (;;) {
+    int32_t buffer[64];
+    size_t count = 0;
+    const Status status = submission.stream->read(20000, buffer, 64, &count);
+    if (status == Status::kOk) {
+      tokens.insert(tokens.end(), buffer, buffer + count);
+      continue;
+    }
+    if (status != Status::kEnd) FAIL("read ended with status " << static_cast<int>(status));
+    break;
+  }
+  if (result != nullptr) *result = submission.stream->result();
+  return tokens;
+}
+
+inline std::vector<float> captured(const Submission& submission, int32_t vocab_size) {
+  std::vector<float> logits(static_cast<size_t>(submission.stream->captured_rows()) * static_cast<size_t>(vocab_size));
+  for (int32_t row = 0; row < submission.stream->captured_rows(); ++row) {
+    submission.stream->read_captured(row, logits.data() + static_cast<size_t>(row) * static_cast<size_t>(vocab_size),
+                                     static_cast<size_t>(vocab_size));
+  }
+  return logits;
+}
+
+inline std::shared_ptr<Adapter> load_adapter(Engine& engine, const std::string& dir, const std::string& name) {
+  return engine.register_adapter(name, load_adapter_dir(dir, engine.info().config, engine.adapter_load_options()), 1.0f,
+                                 false);
+}
+
+}  // namespace moelora::test
