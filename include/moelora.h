@@ -161,7 +161,7 @@ MOELORA_API uint32_t moelora_version(void);
 MOELORA_API const char *moelora_version_string(void);
 /** MOELORA_ABI_VERSION of the library. since 0.1. Threads: any, also in a forked child. */
 MOELORA_API uint32_t moelora_abi_version(void);
-/** Compiler, backends, allocator. Static text. since 0.1. Threads: any, also in a forked child. */
+/** Version, compiler, backends. Static text. since 0.1. Threads: any, also in a forked child. */
 MOELORA_API const char *moelora_build_info(void);
 /** "E_INVALID" and so on; "unknown" for other numbers. Static text. since 0.1. Threads: any, also in a child. */
 MOELORA_API const char *moelora_status_name(moelora_status status);
@@ -274,11 +274,11 @@ typedef struct moelora_memory_plan {
   int32_t fits;                    /* 1: weights, workspace and pool fit in what is free now, and the pool holds
                                       the adapters and one sequence of full context */
   uint64_t weight_bytes;
-  uint64_t workspace_bytes;        /* estimate */
+  uint64_t workspace_bytes;
   uint64_t pool_bytes;             /* shared by KV and adapters */
   uint64_t kv_bytes_per_token;
   uint64_t kv_bytes_full_context;  /* one sequence of max_context_tokens */
-  uint64_t adapter_bytes;          /* one adapter of the rank asked, bf16, on every target */
+  uint64_t adapter_bytes;          /* one adapter of the rank asked, bf16, on q, k, v, o and on all experts or MLPs */
   uint64_t adapters_bytes;         /* of all adapters asked */
   uint64_t total_bytes;            /* weights + workspace + pool */
   uint64_t available_bytes;        /* free on the device now */
@@ -590,8 +590,8 @@ MOELORA_API moelora_status moelora_request_create(moelora_engine *engine, moelor
 MOELORA_API moelora_status moelora_request_set_text(moelora_engine *engine, moelora_request request, const char *text,
                                                     size_t text_len, moelora_error *err);
 /** The prompt as token ids; with a session, what is appended to its history. since 0.1.
-    Errors: E_CONTEXT_LENGTH; E_INVALID for an id outside the vocabulary or once submitted. Ownership: copied. Threads:
-    one at a time while building (as all moelora_request_set_* and _add_*). */
+    Errors: E_CONTEXT_LENGTH; E_INVALID once submitted. Ids are checked at submit. Ownership: copied. Threads: one at a
+    time while building (as all moelora_request_set_* and _add_*). */
 MOELORA_API moelora_status moelora_request_set_tokens(moelora_engine *engine, moelora_request request,
                                                       const int32_t *tokens, size_t num_tokens, moelora_error *err);
 /** Adapter (0 = base) and this request's factor on its scale. since 0.1. Errors: E_INVALID with a session (its
@@ -601,7 +601,8 @@ MOELORA_API moelora_status moelora_request_set_adapter(moelora_engine *engine, m
 /** Runs in a session; 0 = one-shot again. since 0.1. Errors: E_INVALID with an adapter set. */
 MOELORA_API moelora_status moelora_request_set_session(moelora_engine *engine, moelora_request request,
                                                        moelora_session session, moelora_error *err);
-/** since 0.1. Errors: E_INVALID naming the field; E_UNSUPPORTED for n other than 1. Ownership: copied. */
+/** since 0.1. Errors: E_UNSUPPORTED for n other than 1; ranges are checked at submit, naming the field. Ownership:
+    copied. */
 MOELORA_API moelora_status moelora_request_set_sampling(moelora_engine *engine, moelora_request request,
                                                         const moelora_sampling *sampling, moelora_error *err);
 /** A stop string. since 0.1. Errors: E_UNSUPPORTED without a tokenizer. Ownership: copied. */

@@ -70,10 +70,11 @@ BANNED = [
     (re.compile(r"\bfmt::print\s*\("), "output"),
     (re.compile(r"(?<![\w.>])assert\s*\("), "ends the process"),
     (re.compile(r"\bcuda(DeviceReset|DeviceSynchronize|SetDeviceFlags)\b"), "the host's device state"),
-    (re.compile(r"\b(signal|sigaction|setlocale|chdir|fork)\s*\("), "the host's process state"),
+    (re.compile(r"\b(sigaction|setlocale|chdir)\s*\(|\bsignal\s*\(\s*SIG|::(signal|fork)\s*\("), "the host's process"),
 ]
 MARKERS = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')
+OTHERS_IN_QUOTES = ("hwy/",)  # Highway includes a file again and again, by its quoted name
 CUDA_HEADER = re.compile(r"^(cuda|cublas|cooperative_groups|nvtx|nccl|mma\.h|cub/|cute/)")
 
 faults = []
@@ -128,7 +129,7 @@ def check_includes(path, lines):
             fault(path, number, f"CUDA header <{name}> outside .cu, .cuh and *_cuda.cc files")
         if layer is None:
             continue
-        if match.group(1) == "<":
+        if match.group(1) == "<" or name.startswith(OTHERS_IN_QUOTES):
             if name.startswith(("kernels/", "runtime/")):
                 fault(path, number, f"project header <{name}> in angle brackets")
             continue
@@ -247,7 +248,9 @@ def check_spine():
 
 
 def check_folders(files):
-    """A folder with more than one source says what it is for in the first lines of its README.md."""
+    """A folder with more than one source has its purpose written down: in its own README.md, in a line of the one
+    above, or in ARCHITECTURE.md."""
+    texts = {path: (ROOT / path).read_text() for path in files if path.endswith(("README.md", "ARCHITECTURE.md"))}
     sources = {}
     for path in files:
         if "/" in path and Path(path).suffix in CODE | {".py"}:
@@ -255,10 +258,10 @@ def check_folders(files):
     for folder, paths in sorted(sources.items()):
         if len(paths) < 2 or folder + "/README.md" in files:
             continue
-        parent = folder.rsplit("/", 1)[0] + "/README.md" if "/" in folder else None
-        described = parent in files and f"`{folder.rsplit('/', 1)[1]}/`" in (ROOT / parent).read_text()
-        if not described:
-            fault(folder, 1, "no README.md that says what the folder is for (nor a line in the parent's)")
+        above, _, name = folder.rpartition("/")
+        nearest = texts.get(f"{above}/README.md" if above else "README.md", "")
+        if f"`{name}/`" not in nearest and f"{folder}/" not in texts.get("ARCHITECTURE.md", ""):
+            fault(folder, 1, "what is it for? A README.md, a line in the one above, or ARCHITECTURE.md says so")
 
 
 def main():

@@ -32,14 +32,27 @@ void clamp(float* values, int32_t count, float clip) {
   }
 }
 
-void norm_head(float* head, int32_t width, const Weight& weight, float eps) {
-  if (weight.empty()) return;
-  double squares = 0.0;
-  for (int32_t i = 0; i < width; ++i) squares += static_cast<double>(head[i]) * static_cast<double>(head[i]);
-  const auto scale = static_cast<float>(1.0 / std::sqrt(squares / width + static_cast<double>(eps)));
-  for (int32_t i = 0; i < width; ++i) {
-    head[i] = head[i] * scale * load_element(weight.data, weight.dtype, static_cast<size_t>(i));
+// In double, in eight chains of a fixed order: one chain would wait for each addition.
+double sum_of_squares(const float* x, int32_t width) {
+  constexpr int32_t kLanes = 8;
+  double lanes[kLanes] = {};
+  int32_t i = 0;
+  for (; i + kLanes <= width; i += kLanes) {
+    for (int32_t lane = 0; lane < kLanes; ++lane) {
+      lanes[lane] += static_cast<double>(x[i + lane]) * static_cast<double>(x[i + lane]);
+    }
   }
+  double sum = 0.0;
+  for (; i < width; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  for (const double lane : lanes) sum += lane;
+  return sum;
+}
+
+// `weight` fp32 [width], or null: no norm.
+void norm_head(float* head, int32_t width, const float* weight, float eps) {
+  if (weight == nullptr) return;
+  const auto scale = static_cast<float>(1.0 / std::sqrt(sum_of_squares(head, width) / width + static_cast<double>(eps)));
+  for (int32_t i = 0; i < width; ++i) head[i] = head[i] * scale * weight[i];
 }
 
 void rotate(float* head, int32_t half, const Rotation& rotation) {
@@ -61,22 +74,35 @@ void store(const float* from, int32_t count, std::byte* base, int64_t at, Dtype 
   for (int32_t i = 0; i < count; ++i) to[i] = f32_to_bf16(from[i]);
 }
 
+// What a worker computes once a row for all of its heads, in its scratch.
+struct RowScratch {
+  Rotation rotation;
+  const float* q_norm;  // null = none
+  const float* k_norm;
+};
+
+const float* widen_weight(const Weight& weight, float* to) {
+  if (weight.empty()) return nullptr;
+  for (int32_t i = 0; i < weight.cols; ++i) to[i] = load_element(weight.data, weight.dtype, static_cast<size_t>(i));
+  return to;
+}
+
 struct Row {
   float* q;
   float* k;
   float* v;
 };
 
-void write_row(const RopeKvWriteArgs& args, int32_t t, const Row& row, const Rotation& rotation) {
+void write_row(const RopeKvWriteArgs& args, int32_t t, const Row& row, const RowScratch& scratch) {
   const KvLayout& layout = args.kv.layout;
   const int32_t width = layout.head_dim;
   const int32_t position = args.positions[t];
-  fill_rotation(args, position, width / 2, rotation);
+  fill_rotation(args, position, width / 2, scratch.rotation);
   for (int32_t h = 0; h < args.num_heads; ++h) {
     float* head = row.q + static_cast<int64_t>(h) * width;
     clamp(head, width, args.clip);
-    norm_head(head, width, args.q_norm, args.eps);
-    rotate(head, width / 2, rotation);
+    norm_head(head, width, scratch.q_norm, args.eps);
+    rotate(head, width / 2, scratch.rotation);
   }
   std::byte* const keys = args.kv.block(args.row_sequence[t], position, args.layer);
   const int64_t values = args.kv.elements();
@@ -84,8 +110,8 @@ void write_row(const RopeKvWriteArgs& args, int32_t t, const Row& row, const Rot
     const int64_t at = (static_cast<int64_t>(h) * layout.block_tokens + position % layout.block_tokens) * width;
     float* key = row.k + static_cast<int64_t>(h) * width;
     clamp(key, width, args.clip);
-    norm_head(key, width, args.k_norm, args.eps);
-    rotate(key, width / 2, rotation);
+    norm_head(key, width, scratch.k_norm, args.eps);
+    rotate(key, width / 2, scratch.rotation);
     store(key, width, keys, at, layout.dtype);
     float* value = row.v + static_cast<int64_t>(h) * width;
     clamp(value, width, args.clip);
@@ -98,15 +124,20 @@ void write_row(const RopeKvWriteArgs& args, int32_t t, const Row& row, const Rot
 void rope_kv_write_cpu(const RopeKvWriteArgs& args, Stream& stream) {
   const int32_t width = args.kv.layout.head_dim;
   MOELORA_ASSERT(width % 2 == 0 && args.kv.layout.dtype != Dtype::kF16);
-  MOELORA_ASSERT(stream.scratch_bytes() >= static_cast<size_t>(width) * sizeof(float));
+  MOELORA_ASSERT(args.q_norm.empty() || args.q_norm.cols == width);
+  MOELORA_ASSERT(args.k_norm.empty() || args.k_norm.cols == width);
+  MOELORA_ASSERT(stream.scratch_bytes() >= 3 * static_cast<size_t>(width) * sizeof(float));
   float* const q = args.q.f32();
   float* const k = args.k.f32();
   float* const v = args.v.f32();
   stream.parallel_for(static_cast<size_t>(args.num_rows), [&](size_t index, int worker) {
     const auto t = static_cast<int64_t>(index);
-    auto* scratch = reinterpret_cast<float*>(stream.scratch(worker));
+    auto* memory = reinterpret_cast<float*>(stream.scratch(worker));
+    const RowScratch scratch{{memory, memory + width / 2},
+                             widen_weight(args.q_norm, memory + width),
+                             widen_weight(args.k_norm, memory + 2 * width)};
     write_row(args, static_cast<int32_t>(t), {q + t * args.q.stride, k + t * args.k.stride, v + t * args.v.stride},
-              {scratch, scratch + width / 2});
+              scratch);
   });
 }
 

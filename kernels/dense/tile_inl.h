@@ -109,28 +109,50 @@ HWY_INLINE void sum_direct(const TileWeights& w, const float* const* x, int32_t 
   }
 }
 
-// The same from a tile made fp32 by widen_tile.
+// Brings memory that this worker reads later into L2, a few lines at a time between microkernels.
+struct Prefetcher {
+  const uint8_t* at = nullptr;
+  const uint8_t* end = nullptr;
+  HWY_INLINE void lines(int64_t count) {
+    for (; count > 0 && at < end; --count, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// The same from a tile made fp32 by widen_tile. `next_tile` is drained evenly over the calls of a tile.
 HWY_INLINE void sum_widened(const float* widened, int32_t outputs, const float* const* x, int32_t rows, int32_t k,
-                            float* partial, float* sums) {
+                            float* partial, float* sums, Prefetcher& next_tile, int64_t lines_a_call) {
   const int64_t vectors = (k + kBlock - 1) / kBlock * 2;
   const int32_t panels = (rows + kPanel - 1) / kPanel;
+  const int32_t groups = (outputs + kGroup - 1) / kGroup;
   for (int32_t p = 0; p < panels; ++p) {
     const int32_t begin = p * rows / panels;
     const int32_t count = (p + 1) * rows / panels - begin;
     for (int64_t v = 0; v < vectors; v += kDepth / kLanes) {
       const int64_t slice = std::min<int64_t>(vectors - v, kDepth / kLanes);
+      const bool last = v + slice == vectors;
       const float* slice_x[kPanel];
       for (int32_t r = 0; r < count; ++r) slice_x[r] = x[begin + r] + v * kLanes;
-      for (int32_t n = 0; n < outputs; n += kGroup) {
-        dot_widened_panel(count, widened + (n * vectors + v * kGroup) * kLanes, slice_x, slice, v == 0,
-                          v + slice == vectors, partial + static_cast<int64_t>(n) * kPanel * kLanes,
-                          sums + begin * kMaxTileOutputs + n, kMaxTileOutputs);
+      // The rows of the next slice, or of the next panel's first, in as many pieces as there are groups.
+      const int32_t next = last ? begin + count : begin;
+      const int32_t next_rows = std::min(count, rows - next);
+      const int64_t next_at = last ? 0 : v + slice;
+      const int64_t piece = (std::min<int64_t>(vectors - next_at, kDepth / kLanes) + groups - 1) / groups;
+      for (int32_t g = 0; g < groups; ++g) {
+        for (int32_t r = 0; r < next_rows; ++r) {
+          const float* from = x[next + r] + (next_at + g * piece) * kLanes;
+          for (int64_t i = 0; i < piece; ++i) __builtin_prefetch(from + i * kLanes, 0, 2);
+        }
+        next_tile.lines(lines_a_call);
+        const int64_t n = g * kGroup;
+        dot_widened_panel(count, widened + (n * vectors + v * kGroup) * kLanes, slice_x, slice, v == 0, last,
+                          partial + n * kPanel * kLanes, sums + begin * kMaxTileOutputs + n, kMaxTileOutputs);
       }
     }
   }
 }
 
 // Computes one tile; finish(first row, rows, sums) sees each block of rows, sums[m][r * kMaxTileOutputs + j].
+// `ahead` (may be null): the weights of the tile that this worker runs next.
 template <Dtype kDtype, class Finish>
 HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, const uint8_t* ahead,
                          std::byte* scratch, const Finish& finish) {
@@ -142,9 +164,17 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
   const bool direct = rows.count <= kDirectRows ||
                       matrix_floats * w.matrices * static_cast<int64_t>(sizeof(float)) >
                           static_cast<int64_t>(kWidenedBytes);
+  Prefetcher next;
+  int64_t lines_a_call = 0;
   if (!direct) {
     for (int32_t m = 0; m < w.matrices; ++m) {
       widen_tile<kDtype>(w.data[m], w.count, k, widened + m * matrix_floats);
+    }
+    if (ahead != nullptr) {
+      const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
+      const int64_t calls = (rows.count + kPanel - 1) / kPanel * ((k + kDepth - 1) / kDepth) * ((w.count + 3) / 4);
+      next = {ahead, ahead + bytes};
+      lines_a_call = bytes / 64 / calls + 1;
     }
   }
   for (int32_t begin = 0; begin < rows.count; begin += kRowBlock) {
@@ -155,7 +185,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
       sum_direct<kDtype>(w, x, count, k, ahead, sums);
     } else {
       for (int32_t m = 0; m < w.matrices; ++m) {
-        sum_widened(widened + m * matrix_floats, w.count, x, count, k, partial, sums[m]);
+        sum_widened(widened + m * matrix_floats, w.count, x, count, k, partial, sums[m], next, lines_a_call);
       }
     }
     finish(begin, count, sums);

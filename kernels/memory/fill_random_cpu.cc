@@ -5,6 +5,7 @@
 #include "kernels/memory/fill_random.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace moelora {
 namespace {
@@ -30,19 +31,15 @@ inline __attribute__((always_inline)) void fill_block(uint32_t begin, uint32_t k
   }
 }
 
-inline __attribute__((always_inline)) void round_block(const float* values, uint16_t* out) {
+inline __attribute__((always_inline)) void round_bf16(const float* values, uint16_t* out) {
   for (int32_t i = 0; i < kBlock; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, sizeof bits);
+    const auto bits = std::bit_cast<uint32_t>(values[i]);  // never NaN
     out[i] = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
   }
 }
 
-uint16_t f32_to_f16(float value) {
-  const auto half = static_cast<_Float16>(value);
-  uint16_t bits;
-  std::memcpy(&bits, &half, sizeof bits);
-  return bits;
+inline __attribute__((always_inline)) void round_f16(const float* values, uint16_t* out) {
+  for (int32_t i = 0; i < kBlock; ++i) out[i] = std::bit_cast<uint16_t>(static_cast<_Float16>(values[i]));
 }
 
 // Elements [begin, end) of the whole array; begin is a multiple of kBlock.
@@ -56,11 +53,13 @@ inline __attribute__((always_inline)) void fill_range(const FillRandomArgs& args
     float values[kBlock];
     uint16_t rounded[kBlock];
     fill_block(static_cast<uint32_t>(at), key, args.scale, values);
-    const void* from = values;
-    if (args.dtype != Dtype::kF32) from = rounded;
-    if (args.dtype == Dtype::kBf16) round_block(values, rounded);
-    if (args.dtype == Dtype::kF16) {
-      for (int32_t i = 0; i < kBlock; ++i) rounded[i] = f32_to_f16(values[i]);
+    const void* from = rounded;
+    if (args.dtype == Dtype::kBf16) {
+      round_bf16(values, rounded);
+    } else if (args.dtype == Dtype::kF16) {
+      round_f16(values, rounded);
+    } else {
+      from = values;
     }
     const auto count = static_cast<size_t>(std::min<int64_t>(kBlock, end - at));
     std::memcpy(static_cast<char*>(args.data) + static_cast<size_t>(at) * width, from, count * width);
@@ -70,7 +69,7 @@ inline __attribute__((always_inline)) void fill_range(const FillRandomArgs& args
 void fill_portable(const FillRandomArgs& args, int64_t begin, int64_t end) { fill_range(args, begin, end); }
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void fill_avx2(const FillRandomArgs& args, int64_t begin, int64_t end) {
+__attribute__((target("avx2,f16c"))) void fill_avx2(const FillRandomArgs& args, int64_t begin, int64_t end) {
   fill_range(args, begin, end);
 }
 #endif
@@ -80,7 +79,7 @@ __attribute__((target("avx2"))) void fill_avx2(const FillRandomArgs& args, int64
 void fill_random_cpu(const FillRandomArgs& args, Stream& stream) {
   auto* fill = fill_portable;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) fill = fill_avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) fill = fill_avx2;
 #endif
   const int64_t chunks = (args.count + kChunk - 1) / kChunk;
   stream.parallel_for(static_cast<size_t>(chunks), [&](size_t chunk, int) {

@@ -19,8 +19,8 @@ namespace {
 constexpr std::array<std::string_view, 35> kKnownKeys = {
     // read
     "peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "target_parameters", "modules_to_save", "bias", "fan_in_fan_out", "use_dora", "lora_bias", "trainable_token_indices",
-    "init_lora_weights", "auto_mapping", "task_type", "lora_B_layout",
+    "target_parameters", "modules_to_save", "bias", "fan_in_fan_out", "use_dora", "lora_bias",
+    "trainable_token_indices", "init_lora_weights", "auto_mapping", "task_type", "lora_B_layout",
     // ignored: bookkeeping and training only, or the tensors' names decide
     "base_model_name_or_path", "revision", "inference_mode", "qalora_group_size", "lora_dropout", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "megatron_core", "runtime_config", "ensure_weight_tying",
@@ -46,8 +46,10 @@ std::string lower(std::string text) {
   return text;
 }
 
-[[noreturn]] void refuse(const std::string& source, const std::string& key, const Json& value, std::string_view advice) {
-  throw Error{Status::kUnsupported, source + ": " + key + " = " + printable(value.dump(), 80) + ": " + std::string(advice)};
+[[noreturn]] void refuse(const std::string& source, const std::string& key, const Json& value,
+                         std::string_view advice) {
+  throw Error{Status::kUnsupported,
+              source + ": " + key + " = " + printable(value.dump(), 80) + ": " + std::string(advice)};
 }
 
 const Json* find_value(const Json& root, const char* key) {
@@ -79,7 +81,8 @@ std::vector<std::string> string_list(const Json& root, const char* key, const st
 
 int32_t checked_rank(int64_t rank, const std::string& source, const std::string& key) {
   if (rank < 1 || rank > INT32_MAX) {
-    throw Error{Status::kAdapterMismatch, source + ": " + key + " = " + std::to_string(rank) + ": a rank is at least 1"};
+    throw Error{Status::kAdapterMismatch,
+                source + ": " + key + " = " + std::to_string(rank) + ": a rank is at least 1"};
   }
   return static_cast<int32_t>(rank);
 }
@@ -143,7 +146,8 @@ void check_init(const Json& root, const std::string& source) {
   if (kind == "gaussian" || kind == "orthogonal" || kind == "eva" || kind == "mica") {
     return;
   }
-  const bool residual = kind.starts_with("pissa") || kind == "olora" || kind == "corda" || kind == "lora_ga" || kind == "loftq";
+  const bool residual =
+      kind.starts_with("pissa") || kind == "olora" || kind == "corda" || kind == "lora_ga" || kind == "loftq";
   refuse(source, "init_lora_weights", *init,
          residual ? "needs the residual base; convert with path_initial_model_for_weight_conversion"
                   : "this way of initialising is not known, so it may need a changed base");
@@ -167,7 +171,8 @@ void check_refused_keys(const Json& root, const std::string& source) {
 
 void check_unknown_keys(const Json& root, const std::string& source, std::vector<std::string>& warnings) {
   for (const auto& [key, value] : root.items()) {
-    const bool refused = std::any_of(kRefusedKeys.begin(), kRefusedKeys.end(), [&](const Refusal& r) { return r.key == key; });
+    const bool refused =
+        std::any_of(kRefusedKeys.begin(), kRefusedKeys.end(), [&](const Refusal& r) { return r.key == key; });
     if (refused || std::find(kKnownKeys.begin(), kKnownKeys.end(), key) != kKnownKeys.end()) {
       continue;
     }
@@ -242,8 +247,8 @@ AdapterConfig parse_adapter_config(const std::string& json, const std::string& s
 }
 
 bool path_has_suffix(const std::string& path, const std::string& entry) {
-  return path == entry || (path.size() > entry.size() && path.ends_with(entry) &&
-                           path[path.size() - entry.size() - 1] == '.');
+  return path == entry ||
+         (path.size() > entry.size() && path.ends_with(entry) && path[path.size() - entry.size() - 1] == '.');
 }
 
 }  // namespace moelora

@@ -47,13 +47,13 @@ struct AdapterConfig {
   double alpha = 0.0;
   bool use_rslora = false;
   bool lora_bias = false;
-  bool unsloth_origin = false;      // auto_mapping.unsloth_fixed
+  bool unsloth_origin = false;  // auto_mapping.unsloth_fixed
   PatternTable rank_pattern;
   PatternTable alpha_pattern;
-  std::vector<std::string> target_modules;     // list form only
-  std::string target_regex;                    // string form, except "all-linear"
+  std::vector<std::string> target_modules;  // list form only
+  std::string target_regex;                 // string form, except "all-linear"
   std::vector<std::string> target_parameters;
-  std::vector<std::string> modules_to_save;    // refused by the loader, which can name the tensors
+  std::vector<std::string> modules_to_save;  // refused by the loader, which can name the tensors
   std::string peft_version_text;
   PeftVersion peft_version;
   ExpertBLayout b_layout = ExpertBLayout::kAuto;  // lora_B_layout

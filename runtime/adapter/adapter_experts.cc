@@ -15,7 +15,7 @@ namespace {
 struct WrapperPair {
   const AdapterPair* pair;
   bool gate_up;
-  int32_t in;   // natural widths of the parameter
+  int32_t in;  // natural widths of the parameter
   int32_t out;
   int32_t rank;
   float scale;
@@ -25,7 +25,9 @@ std::string shapes_text(const AdapterPair& pair) {
   return quoted(*pair.a) + " " + pair.a->shape_text() + " and " + quoted(*pair.b) + " " + pair.b->shape_text();
 }
 
-int32_t gate_up_out(const ModelConfig& model) { return 2 * model.moe_intermediate_size; }
+int32_t gate_up_out(const ModelConfig& model) {
+  return 2 * model.moe_intermediate_size;
+}
 
 bool fits(const AdapterPair& pair, int32_t in, int32_t out) {
   const int64_t c_in = pair.a->shape[1];
@@ -59,17 +61,22 @@ bool outer_is_gate_up(const AdapterPair& pair, bool has_inner, const LoadContext
   const bool fits_gate_up = fits(pair, model.hidden_size, gate_up_out(model));
   const bool fits_down = fits(pair, model.moe_intermediate_size, model.hidden_size);
   if (fits_gate_up == fits_down) {
-    context.mismatch("tensors " + shapes_text(pair) + " fit neither gate_up_proj (" + std::to_string(model.hidden_size) +
-                     " to " + std::to_string(gate_up_out(model)) + ") nor down_proj (" +
-                     std::to_string(model.moe_intermediate_size) + " to " + std::to_string(model.hidden_size) + ")");
+    context.mismatch("tensors " + shapes_text(pair) + " fit neither gate_up_proj (" +
+                     std::to_string(model.hidden_size) + " to " + std::to_string(gate_up_out(model)) +
+                     ") nor down_proj (" + std::to_string(model.moe_intermediate_size) + " to " +
+                     std::to_string(model.hidden_size) + ")");
   }
   return fits_gate_up;
 }
 
 WrapperPair check_wrapper(const AdapterPair& pair, bool gate_up, const LoadContext& context) {
   const ModelConfig& model = context.model;
-  WrapperPair result{&pair, gate_up, gate_up ? model.hidden_size : model.moe_intermediate_size,
-                     gate_up ? gate_up_out(model) : model.hidden_size, 0, 0.0f};
+  WrapperPair result{&pair,
+                     gate_up,
+                     gate_up ? model.hidden_size : model.moe_intermediate_size,
+                     gate_up ? gate_up_out(model) : model.hidden_size,
+                     0,
+                     0.0f};
   const char* parameter = gate_up ? "gate_up_proj" : "down_proj";
   if (!fits(pair, result.in, result.out)) {
     context.mismatch("tensors " + shapes_text(pair) + " do not fit " + parameter + " of the experts (" +
@@ -97,7 +104,8 @@ std::vector<WrapperPair> find_wrappers(const std::vector<AdapterPair>& pairs, co
       continue;
     }
     if (context.adapter.lora_bias || pair.bias != nullptr) {
-      throw Error{Status::kUnsupported, context.file + ": tensor " + quoted(*pair.a) + ": lora_bias is not defined for 3-D expert parameters"};
+      throw Error{Status::kUnsupported, context.file + ": tensor " + quoted(*pair.a) +
+                                            ": lora_bias is not defined for 3-D expert parameters"};
     }
     if (pair.a->shape.size() != 2 || pair.b->shape.size() != 2) {
       context.mismatch("tensors " + shapes_text(pair) + " must have two dimensions");
@@ -108,7 +116,8 @@ std::vector<WrapperPair> find_wrappers(const std::vector<AdapterPair>& pairs, co
     const bool has_outer = inner && i + 1 < pairs.size() && pairs[i + 1].target.kind == TargetKind::kExpertsOuter &&
                            pairs[i + 1].target.layer == pair.target.layer;
     if (inner && !has_outer) {
-      context.mismatch("tensor " + quoted(*pair.a) + " is the first of two adapted expert parameters, and the second is missing");
+      context.mismatch("tensor " + quoted(*pair.a) +
+                       " is the first of two adapted expert parameters, and the second is missing");
     }
     wrappers.push_back(check_wrapper(pair, inner || outer_is_gate_up(pair, has_inner, context), context));
   }
@@ -136,8 +145,8 @@ bool reversed_by_version(const WrapperPair& wrapper, const LoadContext& context)
   }
   const bool reversed = number < fixed;
   context.warnings.push_back(context.file + ": " + text + "is taken from peft_version (" +
-                             (version.major == -1 ? "absent" : context.adapter.peft_version_text) + "): " +
-                             (reversed ? "reversed" : "natural") + "; expert_orientation overrides it");
+                             (version.major == -1 ? "absent" : context.adapter.peft_version_text) +
+                             "): " + (reversed ? "reversed" : "natural") + "; expert_orientation overrides it");
   return reversed;
 }
 
@@ -232,7 +241,8 @@ void append_stacked(const AdapterPair& pair, const LoadContext& context, std::ve
   const std::vector<int64_t>& a = pair.a->shape;
   const std::vector<int64_t>& b = pair.b->shape;
   const auto leads = [&](int64_t size) { return size == 1 || size == experts; };
-  const bool sizes = a.size() == 3 && b.size() == 3 && leads(a[0]) && leads(b[0]) && a[2] == shape.in && b[1] == shape.out;
+  const bool sizes =
+      a.size() == 3 && b.size() == 3 && leads(a[0]) && leads(b[0]) && a[2] == shape.in && b[1] == shape.out;
   const bool two_blocks = sizes && gate_up && a[1] == 2 * b[2];
   if (!sizes || (a[1] != b[2] && !two_blocks)) {
     context.mismatch("tensors " + shapes_text(pair) + " do not fit [" + std::to_string(experts) + ", r, " +
@@ -240,7 +250,8 @@ void append_stacked(const AdapterPair& pair, const LoadContext& context, std::ve
                      ", r]");
   }
   if (pair.bias != nullptr) {
-    throw Error{Status::kUnsupported, context.file + ": tensor " + quoted(*pair.bias) + ": lora_bias is not defined for 3-D expert parameters"};
+    throw Error{Status::kUnsupported, context.file + ": tensor " + quoted(*pair.bias) +
+                                          ": lora_bias is not defined for 3-D expert parameters"};
   }
   const ModuleScale scale = module_scale(context.adapter, pattern_paths(pair.path, ""));
   context.check_rank(b[2], scale.rank, *pair.b);

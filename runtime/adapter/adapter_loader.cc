@@ -103,7 +103,8 @@ void warn_unused_targets(const std::vector<AdapterPair>& pairs, const LoadContex
     experts |= pair.target.kind != TargetKind::kDense;
   }
   const auto warn = [&](const char* key, const std::string& entry) {
-    const bool used = std::any_of(paths.begin(), paths.end(), [&](const std::string& path) { return path_has_suffix(path, entry); });
+    const bool used =
+        std::any_of(paths.begin(), paths.end(), [&](const std::string& path) { return path_has_suffix(path, entry); });
     if (!used) {
       context.warnings.push_back(std::string("adapter_config.json: no tensor for the entry '") + entry + "' of " + key +
                                  (context.model.num_experts > 0 && !experts ? "; no expert tensors exist" : ""));

@@ -64,9 +64,9 @@ NameMatch refused(NameVerdict verdict, std::string reason) {
 
 // Names of other tools and of other kinds of adapters.
 std::optional<std::string> foreign_name(const std::string& name) {
-  constexpr std::array<std::string_view, 10> kForeign = {
-      "lora_down", "lora_up", "lora_unet", "lora.down.", "lora.up.", "hada_", "lokr_", "vera_lambda", "prompt_embeddings",
-      "lora_diag"};
+  constexpr std::array<std::string_view, 10> kForeign = {"lora_down",         "lora_up",  "lora_unet", "lora.down.",
+                                                         "lora.up.",          "hada_",    "lokr_",     "vera_lambda",
+                                                         "prompt_embeddings", "lora_diag"};
   for (std::string_view pattern : kForeign) {
     if (name.find(pattern) != std::string::npos) {
       return "'" + std::string(pattern) + "' belongs to another kind of adapter";
@@ -149,8 +149,12 @@ std::optional<int32_t> look_up(const std::array<Named, N>& table, std::string_vi
   return std::nullopt;
 }
 
-constexpr int32_t number(LoraModule module) { return static_cast<int32_t>(module); }
-constexpr int32_t number(ExpertModule module) { return static_cast<int32_t>(module); }
+constexpr int32_t number(LoraModule module) {
+  return static_cast<int32_t>(module);
+}
+constexpr int32_t number(ExpertModule module) {
+  return static_cast<int32_t>(module);
+}
 
 constexpr std::array<Named, 4> kAttention = {{{"q_proj", number(LoraModule::kQ)},
                                               {"k_proj", number(LoraModule::kK)},
@@ -180,7 +184,9 @@ NameMatch target(int32_t layer, TargetKind kind, int32_t index, int32_t expert =
   return match;
 }
 
-NameMatch no_module(const std::string& what) { return refused(NameVerdict::kUnknown, what); }
+NameMatch no_module(const std::string& what) {
+  return refused(NameVerdict::kUnknown, what);
+}
 
 // `rest` follows "model.layers.N.mlp.experts".
 NameMatch match_experts(int32_t layer, const Segments& rest, const ModelConfig& config) {
@@ -191,7 +197,8 @@ NameMatch match_experts(int32_t layer, const Segments& rest, const ModelConfig& 
     if (rest.size() == 1) {
       return target(layer, TargetKind::kExpertsInner, -1);
     }
-    return refused(NameVerdict::kUnsupported, "three or more target_parameters on one experts module are not implemented");
+    return refused(NameVerdict::kUnsupported,
+                   "three or more target_parameters on one experts module are not implemented");
   }
   if (rest.size() == 1) {
     if (rest[0] == "gate_up_proj") {
@@ -333,6 +340,9 @@ NameMatch match_tensor_name(const std::string& stored, const ModelConfig& config
   NameMatch match = match_module(segments, config);
   match.part = *part;
   match.path = path;
+  if (match.verdict == NameVerdict::kTarget && match.target.kind == TargetKind::kExpertsInner) {
+    match.path.resize(path.size() - std::string_view(".base_layer").size());  // the wrapper, not the module
+  }
   return match;
 }
 

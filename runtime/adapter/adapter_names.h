@@ -38,8 +38,8 @@ struct NameMatch {
   NameVerdict verdict = NameVerdict::kUnknown;
   AdapterTarget target;
   TensorPart part = TensorPart::kA;
-  std::string path;     // module path as stored, without wrappers and suffix: what rank_pattern is matched against
-  std::string reason;   // kUnsupported, kUnknown
+  std::string path;    // module path as stored, without wrappers and suffix: what rank_pattern is matched against
+  std::string reason;  // kUnsupported, kUnknown
 };
 
 NameMatch match_tensor_name(const std::string& stored, const ModelConfig& config);

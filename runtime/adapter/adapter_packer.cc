@@ -39,7 +39,9 @@ struct StreamPlan {
   std::vector<BiasPlacement> biases;
 };
 
-auto order_of(const AdapterRecord& record) { return std::tuple(record.layer, record.expert, record.module); }
+auto order_of(const AdapterRecord& record) {
+  return std::tuple(record.layer, record.expert, record.module);
+}
 
 void sort_records(std::vector<AdapterRecord>& records, const std::string& file) {
   std::sort(records.begin(), records.end(),
@@ -69,8 +71,8 @@ class Planner {
       directory_[layer * 2] = take(kNumDenseModules * static_cast<int64_t>(sizeof(LoraRecord)));
     }
     if (first_expert < end) {
-      directory_[layer * 2 + 1] =
-          take(static_cast<int64_t>(config_.num_experts) * kNumExpertModules * static_cast<int64_t>(sizeof(LoraRecord)));
+      directory_[layer * 2 + 1] = take(static_cast<int64_t>(config_.num_experts) * kNumExpertModules *
+                                       static_cast<int64_t>(sizeof(LoraRecord)));
     }
     shared_.clear();
     for (size_t i = begin; i < end; ++i) {
@@ -110,8 +112,8 @@ class Planner {
     if (record.dtype == Dtype::kF32 && granules_ % 2 != 0) {
       ++granules_;  // tiles of two granules start at even granules, so that none crosses a page
     }
-    const int32_t granule = take(int64_t{matrix_granules(record.rank, view.columns, record.dtype)} *
-                                 static_cast<int64_t>(kGranuleBytes));
+    const int32_t granule =
+        take(int64_t{matrix_granules(record.rank, view.columns, record.dtype)} * static_cast<int64_t>(kGranuleBytes));
     matrices_.push_back({&view, record.rank, record.dtype, is_a, granule});
     if (view.tensor != nullptr) {
       shared_.emplace(key, granule);
@@ -133,7 +135,8 @@ class Planner {
     const bool dense = record.expert < 0;
     const int64_t base = directory_[static_cast<size_t>(record.layer) * 2 + (dense ? 0 : 1)];
     const int64_t index = dense ? record.module : int64_t{record.expert} * kNumExpertModules + record.module;
-    records_.emplace_back(base * static_cast<int64_t>(kGranuleBytes) + index * static_cast<int64_t>(sizeof(LoraRecord)), out);
+    records_.emplace_back(base * static_cast<int64_t>(kGranuleBytes) + index * static_cast<int64_t>(sizeof(LoraRecord)),
+                          out);
   }
 
   using ViewKey = std::tuple<const StoredTensor*, int64_t, int64_t, int64_t, int32_t, bool>;
@@ -161,13 +164,14 @@ StreamPlan plan_stream(const ModelConfig& config, const std::vector<AdapterRecor
   return planner.finish();
 }
 
-bool interleaved(const MatrixView& view) { return view.rank_stride != 1 && view.column_stride != 1; }
+bool interleaved(const MatrixView& view) {
+  return view.rank_stride != 1 && view.column_stride != 1;
+}
 
 // Orders placements so that interleaved ones of one tensor are neighbours; `end_of_group` gives their extent.
 void group_by_tensor(std::vector<Placement>& matrices) {
-  std::stable_sort(matrices.begin(), matrices.end(), [](const Placement& x, const Placement& y) {
-    return x.view->tensor->data < y.view->tensor->data;
-  });
+  std::stable_sort(matrices.begin(), matrices.end(),
+                   [](const Placement& x, const Placement& y) { return x.view->tensor->data < y.view->tensor->data; });
 }
 
 size_t end_of_group(const std::vector<Placement>& matrices, size_t begin) {
@@ -207,7 +211,9 @@ void fill_group(const std::vector<Placement>& matrices, size_t begin, size_t end
 
 }  // namespace
 
-std::string quoted(const StoredTensor& tensor) { return "'" + printable(tensor.name, kNameBytesMax) + "'"; }
+std::string quoted(const StoredTensor& tensor) {
+  return "'" + printable(tensor.name, kNameBytesMax) + "'";
+}
 
 std::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
                                     const std::string& file) {
@@ -233,7 +239,8 @@ std::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vecto
   StreamPlan plan = plan_stream(config, records);
   TileRandom random(seed);
   for (const Placement& m : plan.matrices) {
-    random.fill_matrix(m.rank, m.view->columns, m.is_a, plan.stream.data() + static_cast<size_t>(m.granule) * kGranuleBytes);
+    random.fill_matrix(m.rank, m.view->columns, m.is_a,
+                       plan.stream.data() + static_cast<size_t>(m.granule) * kGranuleBytes);
   }
   return std::move(plan.stream);
 }

@@ -125,7 +125,8 @@ AdapterPairs collect_pairs(const SafetensorsFile& file, const LoadContext& conte
       AdapterPair& pair = pairs[match.target];
       const StoredTensor*& slot = part_of(pair, match.part);
       if (slot != nullptr) {
-        context.mismatch("tensors " + quoted(*slot) + " and " + quoted(tensor) + " are the same after normalising names");
+        context.mismatch("tensors " + quoted(*slot) + " and " + quoted(tensor) +
+                         " are the same after normalising names");
       }
       slot = &tensor;
       pair.target = match.target;
@@ -181,7 +182,8 @@ void append_linear_record(const AdapterPair& pair, const LoadContext& context, s
     }
   };
   require(*pair.a, pair.a->shape.size() == 2 && pair.a->shape[1] == shape.in, "[r, " + std::to_string(shape.in) + "]");
-  require(*pair.b, pair.b->shape.size() == 2 && pair.b->shape[0] == shape.out, "[" + std::to_string(shape.out) + ", r]");
+  require(*pair.b, pair.b->shape.size() == 2 && pair.b->shape[0] == shape.out,
+          "[" + std::to_string(shape.out) + ", r]");
   const int64_t rank = pair.a->shape[0];
   require(*pair.b, pair.b->shape[1] == rank, "[" + std::to_string(shape.out) + ", " + std::to_string(rank) + "]");
   if (pair.bias != nullptr) {

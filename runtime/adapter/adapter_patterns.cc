@@ -26,7 +26,9 @@ struct ContextFree {
   void operator()(pcre2_match_context* context) const { pcre2_match_context_free(context); }
 };
 
-PCRE2_SPTR bytes_of(const std::string& text) { return reinterpret_cast<PCRE2_SPTR>(text.data()); }
+PCRE2_SPTR bytes_of(const std::string& text) {
+  return reinterpret_cast<PCRE2_SPTR>(text.data());
+}
 
 }  // namespace
 
@@ -54,8 +56,8 @@ void PatternTable::add(const std::string& key, double value, const std::string& 
   if (!entry.code) {
     PCRE2_UCHAR text[128] = {};
     pcre2_get_error_message(fault, text, sizeof text);
-    throw Error{Status::kCorrupt, source + ": '" + key + "' is not a regular expression: " +
-                                      reinterpret_cast<const char*>(text)};
+    throw Error{Status::kCorrupt,
+                source + ": '" + key + "' is not a regular expression: " + reinterpret_cast<const char*>(text)};
   }
   entry.match.reset(pcre2_match_data_create_from_pattern(entry.code.get(), nullptr));
   entry.context.reset(pcre2_match_context_create(nullptr));
@@ -71,8 +73,8 @@ void PatternTable::add(const std::string& key, double value, const std::string& 
 const double* PatternTable::find(const std::vector<std::string>& paths) const {
   for (const Entry& entry : entries_) {
     for (const std::string& path : paths) {
-      const int result = pcre2_match(entry.code.get(), bytes_of(path), path.size(), 0, 0, entry.match.get(),
-                                     entry.context.get());
+      const int result =
+          pcre2_match(entry.code.get(), bytes_of(path), path.size(), 0, 0, entry.match.get(), entry.context.get());
       if (result >= 0) {
         return &entry.value;
       }

@@ -28,8 +28,12 @@ T load(const std::byte* data, int64_t index) {
   return value;
 }
 
-inline float to_float(float value) { return value; }
-inline float to_float(Bf16 value) { return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16); }
+inline float to_float(float value) {
+  return value;
+}
+inline float to_float(Bf16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
 // Without branches: the exponent is rebiased by a multiplication, which is exact and also right for subnormals.
 inline float to_float(F16 value) {
   const uint32_t magnitude = static_cast<uint32_t>(value.bits & 0x7fffu) << 13;
@@ -76,7 +80,8 @@ struct TileSource {
 
 // `outer` runs of `inner` elements, 8 elements apart in the core matrix.
 template <class Stored, class Packed>
-void pack_core(const std::byte* data, int64_t outer_stride, int64_t inner_stride, int32_t outer, int32_t inner, Packed* core) {
+void pack_core(const std::byte* data, int64_t outer_stride, int64_t inner_stride, int32_t outer, int32_t inner,
+               Packed* core) {
   if (outer == 8 && inner == 8 && inner_stride == 1) {
     for (int32_t i = 0; i < 8; ++i) {
       for (int32_t j = 0; j < 8; ++j) {

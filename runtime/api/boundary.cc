@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <mutex>
 
 #include "runtime/engine/log.h"
 
@@ -15,6 +16,8 @@ constexpr uint32_t kErrorFirstSize = 512;  // moelora_error of 0.1; frozen
 static_assert(sizeof(moelora_error) >= kErrorFirstSize);
 
 constinit std::atomic<pid_t> owner_process{0};
+constinit std::mutex claim_mutex;
+constinit int64_t num_claims = 0;  // engines made or being made
 
 // Length of the valid UTF-8 sequence at `text`, 0 if there is none.
 size_t sequence_length(const unsigned char* text, size_t available) noexcept {
@@ -67,12 +70,17 @@ bool in_forked_child() noexcept {
   return owner != 0 && owner != getpid();
 }
 
-void claim_process() noexcept {
-  pid_t none = 0;
-  owner_process.compare_exchange_strong(none, getpid());
+ProcessClaim::ProcessClaim() noexcept {
+  const std::lock_guard<std::mutex> lock(claim_mutex);
+  ++num_claims;
+  owner_process.store(getpid());
 }
 
-void unclaim_process() noexcept { owner_process.store(0); }
+ProcessClaim::~ProcessClaim() {
+  if (kept_) return;
+  const std::lock_guard<std::mutex> lock(claim_mutex);
+  if (--num_claims == 0) owner_process.store(0);
+}
 
 Status enter(const moelora_error* err, const char** why) noexcept {
   if (err != nullptr && (err->struct_size < kErrorFirstSize || err->struct_size > kStructSizeMax)) {

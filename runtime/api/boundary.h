@@ -34,9 +34,19 @@ moelora_status report(moelora_error* err, Status status, const char* message, bo
 
 // The process that has engines; a child of it may not use the library.
 bool in_forked_child() noexcept;
-// Called before and after an engine is made; not having one yet, a child may still make its own.
-void claim_process() noexcept;
-void unclaim_process() noexcept;
+// Marks this process as one that has engines while an engine is being made; `keep` once it is there. A process whose
+// only attempts failed is not marked: its children may make their own.
+class ProcessClaim {
+ public:
+  ProcessClaim() noexcept;
+  ~ProcessClaim();
+  ProcessClaim(const ProcessClaim&) = delete;
+  ProcessClaim& operator=(const ProcessClaim&) = delete;
+  void keep() noexcept { kept_ = true; }
+
+ private:
+  bool kept_ = false;
+};
 
 template <class Body>
 moelora_status guard(moelora_error* err, const Body& body) {

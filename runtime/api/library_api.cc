@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // moelora.h, groups "version, status", "process-wide hooks" and "devices". Version and status functions work
 // everywhere, also in a forked child, and touch nothing.
-
 #include <iterator>
 
 #include "runtime/api/boundary.h"
-#include "runtime/api/host_resources.h"
 #include "runtime/engine/log.h"
 #include "runtime/memory/host_memory.h"
+#include "runtime/memory/host_resources.h"
 
 using namespace moelora;
 using namespace moelora::api;
@@ -21,16 +20,18 @@ using namespace moelora::api;
 uint32_t moelora_version(void) { return MOELORA_VERSION; }
 const char* moelora_version_string(void) { return MOELORA_VERSION_TEXT; }
 uint32_t moelora_abi_version(void) { return MOELORA_ABI_VERSION; }
-const char* moelora_build_info(void) { return "moelora " MOELORA_VERSION_TEXT "; compiler " __VERSION__ "; backends cpu"; }
+const char* moelora_build_info(void) {
+  return "moelora " MOELORA_VERSION_TEXT "; compiler " __VERSION__ "; backends cpu";
+}
 
 const char* moelora_status_name(moelora_status status) {
   static constexpr const char* kResults[] = {"OK", "TIMEOUT", "END", "ALREADY_DONE", "MORE"};
   static constexpr const char* kErrors[] = {
-      "E_INVALID",     "E_HANDLE",         "E_STRUCT_SIZE",      "E_ABI",         "E_NOT_FOUND",   "E_EXISTS",
-      "E_BUSY",        "E_CLOSED",         "E_CANCELLED",        "E_DEADLINE",    "E_OVERLOADED",  "E_NOMEM",
-      "E_DEVICE_NOMEM", "E_CONTEXT_LENGTH", "E_UNSUPPORTED",      "E_CORRUPT",     "E_IO",          "E_ADAPTER_MISMATCH",
-      "E_CUDA",        "E_DEVICE_LOST",    "E_NO_DEVICE",        "E_FORKED",      "E_REENTRANT",   "E_OVERRUN",
-      "E_INTERNAL"};
+      "E_INVALID",          "E_HANDLE",    "E_STRUCT_SIZE",  "E_ABI",            "E_NOT_FOUND",   "E_EXISTS",
+      "E_BUSY",             "E_CLOSED",    "E_CANCELLED",    "E_DEADLINE",       "E_OVERLOADED",  "E_NOMEM",
+      "E_DEVICE_NOMEM",     "E_CONTEXT_LENGTH", "E_UNSUPPORTED", "E_CORRUPT",    "E_IO",
+      "E_ADAPTER_MISMATCH", "E_CUDA",      "E_DEVICE_LOST",  "E_NO_DEVICE",      "E_FORKED",      "E_REENTRANT",
+      "E_OVERRUN",          "E_INTERNAL"};
   static_assert(std::size(kErrors) == -MOELORA_E_INTERNAL && std::size(kResults) == MOELORA_MORE + 1);
   if (status >= 0 && status <= MOELORA_MORE) return kResults[status];
   if (status < 0 && status >= MOELORA_E_INTERNAL) return kErrors[-status - 1];

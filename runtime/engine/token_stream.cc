@@ -11,6 +11,7 @@
 #include <cstring>
 #include <utility>
 
+#include "kernels/sampling/sample_tokens.h"
 #include "runtime/memory/host_memory.h"
 
 namespace moelora {
@@ -69,6 +70,7 @@ void CompletionQueue::push(const Event& event, std::shared_ptr<std::atomic<bool>
   Slot& slot = ring_[(first_ + size_) % ring_.size()];
   slot.event = event;
   slot.taken = std::move(taken);
+  if (event.kind == EventKind::kAdapterReady && expected_ > 0) --expected_;  // comes once
   if (++size_ == 1) signal();
   ready_.notify_one();
 }
@@ -122,7 +124,8 @@ TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared
   const auto max_tokens = static_cast<size_t>(std::max(request.sampling.max_tokens, 0));
   tokens_.reserve(max_tokens);
   if (request.sampling.logprobs >= 0) {
-    logprobs_.reserve(max_tokens * (static_cast<size_t>(request.sampling.logprobs) + 1));
+    const int32_t best = std::min(request.sampling.logprobs, kMaxTopLogprobs);  // more is refused at submit
+    logprobs_.reserve(max_tokens * (static_cast<size_t>(best) + 1));
   }
   if (request.capture_from >= 0) {
     const int64_t positions =

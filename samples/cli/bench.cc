@@ -17,6 +17,7 @@ namespace moelora_cli {
 namespace {
 
 constexpr int32_t kWarmUpTokens = 4;  // after them weights, caches and adapters are where they will be
+constexpr double kTakeStepsMs = 50;   // the engine keeps the last records only
 
 struct BenchFlags {
   EngineFlags engine;
@@ -91,7 +92,9 @@ class Bench {
       if (produced_ >= next_ceiling_at()) {
         measure_ceiling();
       }
-      take_steps();
+      if (now_ms() - steps_taken_ms_ > kTakeStepsMs) {
+        take_steps();
+      }
       progress.show(static_cast<size_t>(finished_), 0, static_cast<size_t>(produced_));
     }
     measured_.seconds = (clock() - start) / 1e3;
@@ -214,6 +217,7 @@ class Bench {
   }
 
   void take_steps() {
+    steps_taken_ms_ = now_ms();
     records_.resize(4096);
     size_t count = 0;
     must(moelora_step_records, engine_.get(), records_.data(), records_.size(), &count);
@@ -237,7 +241,7 @@ class Bench {
   std::vector<moelora_step_record> records_;
   BenchMeasurements measured_;
   int64_t submitted_ = 0, finished_ = 0, produced_ = 0;
-  double next_arrival_ = 0, paused_ms_ = 0, last_step_ms_ = -1;
+  double next_arrival_ = 0, paused_ms_ = 0, last_step_ms_ = -1, steps_taken_ms_ = 0;
 };
 
 int bench(BenchFlags& flags) {

@@ -93,7 +93,8 @@ BenchReport sum_up(const BenchMeasurements& measured) {
   for (const double count : experts) {
     report.active_experts += count / static_cast<double>(experts.size());
   }
-  report.output_tokens_per_s = measured.seconds > 0 ? static_cast<double>(measured.output_tokens) / measured.seconds : 0;
+  report.output_tokens_per_s =
+      measured.seconds > 0 ? static_cast<double>(measured.output_tokens) / measured.seconds : 0;
   report.decode_tokens_per_s = report.step_ms > 0 ? median(rows) / (report.step_ms / 1e3) : 0;
   report.prefill_tokens_per_s = prefill_rate(measured);
   report.ttft_ms = median(measured.ttft_ms);

@@ -43,9 +43,10 @@ class Verifier {
   }
 
   int run() {
-    std::printf("%s: %s, %s, %s%s\n", flags_.dir.c_str(), engine_->info().architecture,
-                engine_->info().device_kind == MOELORA_DEVICE_CUDA ? "cuda" : "cpu", flags_.mixed ? "one batch" : "one at a time",
-                flags_.engine.deterministic ? ", deterministic" : "");
+    const moelora_engine_info info = engine_->info();
+    std::printf("%s: %s, %s, %s%s\n", flags_.dir.c_str(), info.architecture,
+                info.device_kind == MOELORA_DEVICE_CUDA ? "cuda" : "cpu",
+                flags_.mixed ? "one batch" : "one at a time", flags_.engine.deterministic ? ", deterministic" : "");
     std::map<size_t, Outcome> outcomes = flags_.mixed ? answer_together() : answer_singly();
     judge_all(outcomes);
     if (flags_.mixed && flags_.engine.deterministic) {

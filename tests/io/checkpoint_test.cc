@@ -80,7 +80,8 @@ TEST_CASE("checkpoint: faults of the index") {
               open_with(R"({"weight_map": {"a": "s1.safetensors", "a": "s1.safetensors"}})"));
   CHECK_ERROR(Status::kCorrupt, ({index, "JSON"}), open_with("{"));
   write_file(dir.file("s1.safetensors"), "version https://git-lfs.github.com/spec/v1\n");
-  CHECK_ERROR(Status::kCorrupt, ({"s1.safetensors", "Git-LFS"}), open_with(R"({"weight_map": {"a": "s1.safetensors"}})"));
+  CHECK_ERROR(Status::kCorrupt, ({"s1.safetensors", "Git-LFS"}),
+              open_with(R"({"weight_map": {"a": "s1.safetensors"}})"));
 }
 
 TEST_CASE("checkpoint: folders without one") {

@@ -13,7 +13,8 @@ using namespace moelora;
 using namespace moelora::test;
 
 TEST_CASE("json: values and the order of keys survive") {
-  const Json json = parse_json(R"({"z": 1, "a": [true, null, -2, 2.5, "x\u00e9"], "m": {"k": 18446744073709551615}})", "f");
+  const Json json =
+      parse_json(R"({"z": 1, "a": [true, null, -2, 2.5, "x\u00e9"], "m": {"k": 18446744073709551615}})", "f");
   std::string keys;
   for (const auto& item : json.items()) keys += item.key();
   CHECK(keys == "zam");
@@ -66,7 +67,8 @@ TEST_CASE("json: files that cannot be read") {
 }
 
 TEST_CASE("json: typed access names source and key") {
-  const Json json = parse_json(R"({"i": 7, "f": 2.5, "b": true, "s": "x", "n": null, "big": 18446744073709551615})", "f");
+  const Json json =
+      parse_json(R"({"i": 7, "f": 2.5, "b": true, "s": "x", "n": null, "big": 18446744073709551615})", "f");
   CHECK(json_int(json, "i", "f") == 7);
   CHECK(json_number(json, "i", "f") == 7.0);
   CHECK(json_number_or(json, "f", 0.0, "f") == 2.5);

@@ -76,9 +76,15 @@ TEST_CASE("safetensors fuzz: digits, deletions and repetitions in the header") {
     const size_t at = 8 + random() % (text.size() - 45);
     const size_t count = 1 + random() % 12;
     switch (random() % 3) {
-      case 0: text.erase(at, count); break;
-      case 1: text.insert(at, text.substr(at, count)); break;
-      default: text.insert(at, std::to_string(random())); break;
+      case 0:
+        text.erase(at, count);
+        break;
+      case 1:
+        text.insert(at, text.substr(at, count));
+        break;
+      default:
+        text.insert(at, std::to_string(random()));
+        break;
     }
     const uint64_t header = text.size() - 8 - 37;  // 37 bytes of data: the header keeps its end
     std::memcpy(text.data(), &header, 8);

@@ -66,8 +66,11 @@ TEST_CASE("safetensors: tensors come back with dtype, shape and bytes") {
 }
 
 TEST_CASE("safetensors: padded header, metadata and no tensors") {
-  CHECK(parse("{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}    ",
-              "x")->tensors().size() == 1);
+  CHECK(
+      parse("{\"__metadata__\":{\"format\":\"pt\"},\"a\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]}}    ",
+            "x")
+          ->tensors()
+          .size() == 1);
   CHECK(parse("{}", "")->tensors().empty());
   CHECK_ERROR(Status::kCorrupt, ({"__metadata__", "key 'k'"}), parse("{\"__metadata__\":{\"k\":1}}", ""));
   CHECK_ERROR(Status::kCorrupt, ({"__metadata__"}), parse("{\"__metadata__\":[]}", ""));
@@ -90,7 +93,8 @@ TEST_CASE("safetensors: faults of the file") {
   CHECK_ERROR(Status::kCorrupt, ({name, "UTF-8"}), parse("{\"\xC3\x28\":1}", ""));
   CHECK_ERROR(Status::kCorrupt, ({name, "twice", "'t'"}),
               parse("{\"t\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[0,1]},"
-                    "\"t\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}", "xx"));
+                    "\"t\":{\"dtype\":\"U8\",\"shape\":[1],\"data_offsets\":[1,2]}}",
+                    "xx"));
   const TempDir dir;
   CHECK_ERROR(Status::kIo, ({"absent.safetensors"}), SafetensorsFile::open(dir.file("absent.safetensors")));
   CHECK_ERROR(Status::kIo, ({dir.path(), "regular file"}), SafetensorsFile::open(dir.path()));
@@ -99,7 +103,9 @@ TEST_CASE("safetensors: faults of the file") {
 }
 
 TEST_CASE("safetensors: faults of a tensor name it") {
-  const auto one = [](const std::string& entry, const std::string& data) { return parse("{\"tt\":" + entry + "}", data); };
+  const auto one = [](const std::string& entry, const std::string& data) {
+    return parse("{\"tt\":" + entry + "}", data);
+  };
   const std::string u8 = "{\"dtype\":\"U8\",\"shape\":";
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "object"}), one("1", ""));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "dtype"}), one("{\"shape\":[1],\"data_offsets\":[0,1]}", "x"));
@@ -109,7 +115,8 @@ TEST_CASE("safetensors: faults of a tensor name it") {
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "shape"}), one(u8 + "[-1],\"data_offsets\":[0,1]}", "x"));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "shape"}), one(u8 + "[1.0],\"data_offsets\":[0,1]}", "x"));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "shape"}), one(u8 + "[9223372036854775808],\"data_offsets\":[0,1]}", "x"));
-  CHECK_ERROR(Status::kCorrupt, ({"'tt'", "too large"}), one(u8 + "[4294967296,4294967296],\"data_offsets\":[0,0]}", ""));
+  CHECK_ERROR(Status::kCorrupt, ({"'tt'", "too large"}),
+              one(u8 + "[4294967296,4294967296],\"data_offsets\":[0,0]}", ""));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "[0, 2)", "outside"}), one(u8 + "[2],\"data_offsets\":[0,2]}", "x"));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "outside"}), one(u8 + "[1],\"data_offsets\":[1,0]}", "x"));
   CHECK_ERROR(Status::kCorrupt, ({"'tt'", "F32 [2] needs 8 bytes", "hold 4"}),
@@ -126,7 +133,8 @@ TEST_CASE("safetensors: overlaps and holes") {
     return parse("{" + entry("one", b1, e1) + "," + entry("two", b2, e2) + "}", data);
   };
   CHECK(two(2, 4, 0, 2, "abcd")->tensors()[0].name == "one");  // header order need not be data order
-  CHECK(two(0, 4, 2, 2, "abcd")->tensors().size() == 2);       // no element: nothing to overlap
+  CHECK(two(0, 4, 4, 4, "abcd")->tensors().size() == 2);
+  CHECK_ERROR(Status::kCorrupt, ({"'two'", "overlap", "'one'"}), two(0, 4, 2, 2, "abcd"));
   CHECK_ERROR(Status::kCorrupt, ({"'two'", "overlap", "'one'"}), two(0, 3, 2, 4, "abcd"));
   CHECK_ERROR(Status::kCorrupt, ({"overlap"}), two(0, 4, 0, 4, "abcd"));
   CHECK_ERROR(Status::kCorrupt, ({"'two'", "1 bytes before"}), two(0, 2, 3, 4, "abcd"));

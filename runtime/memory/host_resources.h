@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-namespace moelora::api {
+namespace moelora {
 
 struct HostResources {
   std::string name;
@@ -15,4 +15,4 @@ struct HostResources {
 };
 HostResources host_resources();
 
-}  // namespace moelora::api
+}  // namespace moelora

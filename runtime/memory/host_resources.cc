@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "runtime/api/host_resources.h"
+#include "runtime/memory/host_resources.h"
 
 #include <sched.h>
 #include <sys/sysinfo.h>
@@ -7,7 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 
-namespace moelora::api {
+namespace moelora {
 namespace {
 
 // Value of the first line "KEY ... : VALUE" of a file of /proc; empty if there is none.
@@ -41,4 +41,4 @@ HostResources host_resources() {
   return host;
 }
 
-}  // namespace moelora::api
+}  // namespace moelora

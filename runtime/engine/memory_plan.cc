@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "runtime/engine/memory_plan.h"
+
+#include <algorithm>
+#include <string>
+
+#include "kernels/lora/adapter_layout.h"
+#include "runtime/memory/host_resources.h"
+#include "runtime/model/weights.h"
+#include "runtime/model/workspace.h"
+
+namespace moelora {
+namespace {
+
+constexpr uint64_t kAdapterAllowanceBytes = uint64_t{1} << 30;
+constexpr int64_t kPagesMax = int64_t{1} << 24;
+
+uint64_t linear_granules(int32_t outputs, int32_t inputs, int32_t rank) {
+  return static_cast<uint64_t>(matrix_granules(rank, inputs, Dtype::kBf16)) +
+         static_cast<uint64_t>(matrix_granules(rank, outputs, Dtype::kBf16));
+}
+
+}  // namespace
+
+Dtype plan_kv_dtype(const EngineOptions& options) { return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32; }
+
+int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config) {
+  if (options.max_context_tokens == 0) return config.max_position;
+  return static_cast<int32_t>(std::min<int64_t>(options.max_context_tokens, config.max_position));
+}
+
+int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry, int64_t context_tokens,
+                        uint64_t free_bytes) {
+  auto bytes = static_cast<double>(options.device_memory_bytes);
+  if (options.device_memory_bytes == 0) {
+    const double useful = static_cast<double>(geometry.pages(context_tokens)) *
+                              static_cast<double>(options.max_num_sequences) *
+                              static_cast<double>(geometry.page_bytes) +
+                          static_cast<double>(kAdapterAllowanceBytes);
+    bytes = std::min(static_cast<double>(free_bytes) * options.device_memory_fraction, useful);
+  }
+  const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
+  if (pages < geometry.layout.num_groups) {
+    throw Error(Status::kDeviceNomem,
+                "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
+                    " bytes do not hold one KV block (" + std::to_string(geometry.layout.num_groups) + " pages of " +
+                    std::to_string(geometry.page_bytes) + " bytes)");
+  }
+  return std::min(pages, kPagesMax);
+}
+
+uint64_t adapter_stream_bytes(const ModelConfig& config, int32_t rank) {
+  const int32_t q_width = config.num_heads * config.head_dim;
+  const int32_t kv_width = config.num_kv_heads * config.head_dim;
+  const int32_t hidden = config.hidden_size;
+  const uint64_t attention = linear_granules(q_width, hidden, rank) + 2 * linear_granules(kv_width, hidden, rank) +
+                             linear_granules(hidden, q_width, rank);
+  const auto mlp = [&](int32_t width) {
+    return 2 * linear_granules(width, hidden, rank) + linear_granules(hidden, width, rank);
+  };
+  const uint64_t directory_bytes = static_cast<uint64_t>(config.num_layers) * 2 * sizeof(int32_t);
+  uint64_t granules = (directory_bytes + kGranuleBytes - 1) / kGranuleBytes;
+  for (size_t layer = 0; layer < static_cast<size_t>(config.num_layers); ++layer) {
+    granules += 1 + attention;  // the dense records
+    if (config.num_experts > 0 && config.layer_is_moe[layer] != 0) {
+      const auto experts = static_cast<uint64_t>(config.num_experts);
+      granules += (experts * kNumExpertModules * sizeof(LoraRecord) + kGranuleBytes - 1) / kGranuleBytes;
+      granules += experts * mlp(config.moe_intermediate_size);
+    } else {
+      granules += mlp(config.intermediate_size);
+    }
+  }
+  return granules * kGranuleBytes;
+}
+
+MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, int32_t num_adapters, int32_t rank) {
+  MemoryPlan plan;
+  plan.available_bytes = host_resources().memory_free_bytes;
+  plan.max_context_tokens = plan_context_tokens(options, config);
+  plan.weight_bytes = weight_bytes_of_config(config);
+  const auto rows = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
+  const auto rank_limit = static_cast<int32_t>((options.max_lora_rank + 7) / 8 * 8);
+  const auto sequences = static_cast<int32_t>(options.max_num_sequences);
+  plan.workspace_bytes = Workspace(config, WorkspaceLimits{rows, sequences, rank_limit}).bytes();
+
+  const KvGeometry geometry =
+      choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
+                         static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
+  const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
+  const int64_t pages = plan_pool_pages(options, geometry, plan.max_context_tokens, plan.available_bytes);
+  plan.pool_bytes = static_cast<uint64_t>(pages) * page_bytes;
+  plan.kv_bytes_per_token = static_cast<uint64_t>(geometry.layout.num_groups) * page_bytes /
+                            static_cast<uint64_t>(options.kv_block_tokens);
+  const int64_t context_pages = geometry.pages(plan.max_context_tokens);
+  plan.kv_bytes_full_context = static_cast<uint64_t>(context_pages) * page_bytes;
+
+  const uint64_t adapter_pages = (adapter_stream_bytes(config, rank) + page_bytes - 1) / page_bytes;
+  plan.adapter_bytes = adapter_pages * page_bytes;
+  const int64_t left = pages - static_cast<int64_t>(adapter_pages) * num_adapters;
+  plan.kv_tokens_with_adapters = std::max<int64_t>(left, 0) / geometry.layout.num_groups * options.kv_block_tokens;
+  plan.adapters_fit = std::max<int64_t>(pages - context_pages, 0) / static_cast<int64_t>(adapter_pages);
+  plan.fits = left >= context_pages &&
+              plan.weight_bytes + plan.workspace_bytes + plan.pool_bytes <= plan.available_bytes;
+  return plan;
+}
+
+}  // namespace moelora

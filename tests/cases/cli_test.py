@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""What the moelora command promises: formats, order, exit codes and messages. cli_test.py MOELORA CASES_DIR TMP_DIR"""
+
+import json
+import os
+import subprocess
+import sys
+
+MOELORA, CASES, TMP = sys.argv[1:4]
+CASE = CASES + "/qwen3_moe"
+MODEL = CASE + "/model"
+with open(CASE + "/expected.json", encoding="utf-8") as file:
+    REFERENCE = {(case["adapter"] or "base", len(case["prompt"])): case for case in json.load(file)["cases"]}
+failures = []
+
+
+def moelora(*arguments, stdin=""):
+    return subprocess.run([MOELORA, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
+
+
+def check(condition, what, result=None):
+    if not condition:
+        failures.append(what)
+        print("FAILED", what)
+        if result is not None:
+            print(f"  exit {result.returncode}\n  stdout {result.stdout[-2000:]}\n  stderr {result.stderr[-2000:]}")
+
+
+def adapter(name):
+    return ("--adapter", f"{name}={CASE}/adapters/{name}")
+
+
+def request(identity, name, length, **fields):
+    case = REFERENCE[(name, length)]
+    line = {"id": identity, "tokens": case["prompt"], "max_tokens": len(case["greedy"]), "ignore_eos": True, **fields}
+    if name != "base":
+        line["adapter"] = name
+    return json.dumps(line)
+
+
+def test_version_and_usage():
+    result = moelora("--version")
+    check(result.returncode == 0 and result.stdout.startswith("moelora 0."), "--version", result)
+    for arguments in ([], ["generate"], ["bench", "--model", MODEL, "--targets", "nothing"], ["verify", "/nowhere"]):
+        result = moelora(*arguments)
+        check(result.returncode == 2, f"wrong usage exits 2: {arguments}", result)
+
+
+def test_generate():
+    case = REFERENCE[("attn", 7)]
+    result = moelora("generate", "--model", MODEL, *adapter("attn"), *adapter("experts"), "--base", "--json",
+                     "--tokens", ",".join(map(str, case["prompt"])), "--max-tokens", "12", "--ignore-eos")
+    check(result.returncode == 0, "generate", result)
+    answers = {line["adapter"]: line["tokens"] for line in map(json.loads, result.stdout.splitlines())}
+    for name in ("base", "attn", "experts"):
+        check(answers.get(name) == REFERENCE[(name, 7)]["greedy"], f"generate: tokens of {name}", result)
+    result = moelora("generate", "--model", MODEL, "--tokens", "1 2 x")
+    check(result.returncode == 1 and "'x'" in result.stderr, "generate names a bad token", result)
+    result = moelora("generate", "--model", MODEL, "--tokens", "1", "--set", "devise=cpu")
+    check(result.returncode == 1 and "devise" in result.stderr and "device" in result.stderr,
+          "an unknown option names near matches", result)
+
+
+def test_run_keeps_order_and_reports_errors():
+    lines = [request("long", "base", 100), request(7, "attn", 1), request("c", "experts", 33), "{not json",
+             request("typo", "base", 1, temprature=1.0), request("who", "base", 1, adapter="nobody"),
+             json.dumps({"id": "empty", "tokens": []}), json.dumps({"id": "vocab", "tokens": [10**6]}),
+             "", json.dumps({"id": "nothing"})]
+    result = moelora("run", "--model", MODEL, *adapter("attn"), *adapter("experts"), stdin="\n".join(lines) + "\n")
+    check(result.returncode == 1, "run exits 1 when requests failed", result)
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    check([answer["id"] for answer in answers] == ["long", 7, "c", 4, "typo", "who", "empty", "vocab", "nothing"],
+          "run keeps the order of its input", result)
+    for index, key in ((0, ("base", 100)), (1, ("attn", 1)), (2, ("experts", 33))):
+        check(answers[index].get("tokens") == REFERENCE[key]["greedy"], f"run: tokens of {key}", result)
+        check(answers[index].get("finish_reason") == "length", f"run: finish reason of {key}", result)
+        check(answers[index].get("usage", {}).get("prompt_tokens") == key[1], f"run: usage of {key}", result)
+    for answer, word in ((answers[4], "temprature"), (answers[5], "nobody"), (answers[7], "1000000")):
+        check(word in answer.get("error", {}).get("message", ""), f"run: the error names {word}", result)
+    check(all(answer.get("error", {}).get("status", "").startswith("E_") for answer in answers[3:]),
+          "run: errors carry a status", result)
+    check("9 requests, 6 failed" in result.stderr, "run: summary", result)
+
+
+def test_run_files_and_as_completed():
+    source, target = os.path.join(TMP, "requests.jsonl"), os.path.join(TMP, "answers.jsonl")
+    with open(source, "w", encoding="utf-8") as file:
+        file.write(request("long", "base", 100) + "\n" + request("short", "base", 1, max_tokens=1) + "\n")
+    result = moelora("run", "--model", MODEL, "--input", source, "--output", target, "--as-completed")
+    with open(target, encoding="utf-8") as file:
+        answers = [json.loads(line) for line in file]
+    check(result.returncode == 0 and {answer["id"] for answer in answers} == {"long", "short"}, "run with files", result)
+    result = moelora("run", "--model", MODEL, "--input", "/nowhere.jsonl")
+    check(result.returncode == 1 and "/nowhere.jsonl" in result.stderr, "run names a missing file", result)
+
+
+def test_verify_fails_where_it_must():
+    result = moelora("verify", CASE, "--only", "dora")
+    check(result.returncode == 1 and "dora" in result.stdout.lower(), "verify: a refused adapter is a failure", result)
+    # Against another model's reference every case must fail: verify can tell.
+    result = moelora("verify", CASES + "/qwen3_moe_f32", "--model", MODEL, "--only", "base")
+    check(result.returncode == 1 and " 0 passed" in result.stdout, "verify: another model's weights fail", result)
+
+
+def test_inspect():
+    result = moelora("inspect", MODEL)
+    check(result.returncode == 0 and "Qwen3MoeForCausalLM" in result.stdout, "inspect a model", result)
+    result = moelora("inspect", CASE + "/adapters/experts", "--model", MODEL)
+    check(result.returncode == 0 and "experts' down" in result.stdout, "inspect an adapter", result)
+    result = moelora("inspect", CASE + "/adapters/embed_head", "--model", MODEL)
+    check(result.returncode == 1 and "refused" in result.stdout, "inspect says what is refused", result)
+
+
+def test_bench():
+    result = moelora("bench", "--model", MODEL, "--random-weights", "--concurrency", "2", "--adapters", "3", "--rank",
+                     "4", "--input", "5", "--output", "24", "--requests", "6")
+    check(result.returncode == 0, "bench", result)
+    report = json.loads(result.stdout.splitlines()[-1])
+    for key in ("output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "ttft_p99_ms", "inter_token_ms",
+                "inter_token_p99_ms", "step_ms", "step_bytes", "active_experts", "ceiling_gb_per_s", "ceiling_ratio"):
+        check(report.get(key, 0) > 0, f"bench reports {key}", result)
+    check(report.get("output_tokens") == 6 * 24 and report.get("concurrency") == 2 and report.get("adapters") == 3 and
+          report.get("adapters_touched") == 2, "bench counts", result)
+    result = moelora("bench", "--model", MODEL, "--rate", "200", "--requests", "4", "--input", "3", "--output", "4",
+                     "--json")
+    check(result.returncode == 0 and len(result.stdout.splitlines()) == 1, "bench --rate --json", result)
+    result = moelora("bench", "--model", MODEL, "--routing", "zipf")
+    check(result.returncode == 1 and "zipf" in result.stderr, "bench refuses a routing by name", result)
+
+
+for name, function in list(globals().items()):
+    if name.startswith("test_"):
+        print("==", name)
+        function()
+print(f"{len(failures)} failures")
+sys.exit(1 if failures else 0)
