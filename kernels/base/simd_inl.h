@@ -33,26 +33,23 @@ constexpr int kBlock = 2 * kLanes;  // elements of k that one step of a product 
 enum class PackOrder : uint8_t { kSplit, kNatural };
 constexpr PackOrder pack_order(Dtype dtype) { return dtype == Dtype::kBf16 ? PackOrder::kSplit : PackOrder::kNatural; }
 
-// Loads `kBlock` stored weights from any address as two fp32 vectors: the first goes with x[0 .. L), the
-// second with x[L .. 2 L) of a packed row.
-template <Dtype kDtype>
-HWY_INLINE void load_block(const uint8_t* bytes, FloatVec& first, FloatVec& second) {
+// One of the two vectors of a block of stored weights, from any address: vector 0 goes with x[0 .. L) of a
+// packed row's block, vector 1 with x[L .. 2 L).
+template <Dtype kDtype, int kHalf>
+HWY_INLINE FloatVec load_half(const uint8_t* block) {
   const FloatTag d;
   if constexpr (kDtype == Dtype::kBf16) {
     const hn::RebindToUnsigned<FloatTag> du;
     const hn::Repartition<uint8_t, FloatTag> d8;
-    const auto pairs = hn::BitCast(du, hn::LoadU(d8, bytes));
-    first = hn::BitCast(d, hn::ShiftLeft<16>(pairs));
-    second = hn::BitCast(d, hn::And(pairs, hn::Set(du, 0xffff0000u)));
+    const auto pairs = hn::BitCast(du, hn::LoadU(d8, block));
+    return hn::BitCast(d, kHalf == 0 ? hn::ShiftLeft<16>(pairs) : hn::And(pairs, hn::Set(du, 0xffff0000u)));
   } else if constexpr (kDtype == Dtype::kF16) {
     const hn::Rebind<hwy::float16_t, FloatTag> d16;
     const hn::Repartition<uint8_t, decltype(d16)> d8;
-    first = hn::PromoteTo(d, hn::BitCast(d16, hn::LoadU(d8, bytes)));
-    second = hn::PromoteTo(d, hn::BitCast(d16, hn::LoadU(d8, bytes + 2 * kLanes)));
+    return hn::PromoteTo(d, hn::BitCast(d16, hn::LoadU(d8, block + kHalf * 2 * kLanes)));
   } else {
     const hn::Repartition<uint8_t, FloatTag> d8;
-    first = hn::BitCast(d, hn::LoadU(d8, bytes));
-    second = hn::BitCast(d, hn::LoadU(d8, bytes + 4 * kLanes));
+    return hn::BitCast(d, hn::LoadU(d8, block + kHalf * 4 * kLanes));
   }
 }
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of stored weight rows with packed activation rows: the microkernels under linear, moe_gate_up and
-// moe_down. Two ways to the same bits: dot_direct widens weights in registers (few rows: the weights come from
-// memory once and bandwidth is the limit), dot_widened reads a tile that widen_tile made fp32 before (many
-// rows). Both keep one accumulator vector for each (row, output), add products in ascending k and end in
-// reduce4, so a row's bits do not depend on which of them ran, nor on how many rows ran with it.
+// moe_down. Two ways to the same bits: dot_stored widens weights to fp32 in registers (few rows: the weights come
+// from memory once and bandwidth is the limit), dot_widened reads a tile that dot_stored left in fp32 when it
+// did the first rows (many rows: widening once is cheaper). Both keep one accumulator vector for each (row,
+// output), add products in ascending k and end in reduce4, so a row's bits do not depend on which of them ran,
+// nor on how many rows ran with it.
 #if defined(MOELORA_KERNELS_DENSE_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOELORA_KERNELS_DENSE_DOT_INL_H_
 #undef MOELORA_KERNELS_DENSE_DOT_INL_H_
@@ -59,132 +60,124 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
   }
 }
 
-// The last, incomplete block of a weight row, zero-filled: what follows it in memory may be anything.
-template <Dtype kDtype>
-HWY_INLINE void load_tail(const uint8_t* bytes, int32_t count, FloatVec& first, FloatVec& second) {
-  alignas(64) uint8_t block[kBlock * 4] = {};
-  std::memcpy(block, bytes, static_cast<size_t>(count) * dtype_bytes(kDtype));
-  load_block<kDtype>(block, first, second);
+// Where the sums of a run over k come from and go to. `partial` holds the accumulators of a microkernel between
+// slices of k; the last slice writes sums[r * stride + o] instead.
+struct Slice {
+  bool first;
+  bool last;
+  float* partial;
+  float* sums;
+  int64_t stride;
+};
+
+template <int kRows>
+HWY_INLINE void begin_slice(const Slice& slice, FloatVec* acc) {
+  const FloatTag d;
+#pragma GCC unroll 32
+  for (int i = 0; i < kRows * kGroup; ++i) {
+    acc[i] = slice.first ? hn::Zero(d) : hn::Load(d, slice.partial + i * kLanes);
+  }
 }
 
-// sums[r * stride + o] = sum_k w[o][k] x[r][k] for kRows rows and four outputs. `ahead` (may be null)
-// is what this worker reads next, four rows at the same distance as w: prefetched at the pace of reading,
-// because hardware does not follow four streams that each end after a few KiB.
-template <Dtype kDtype, int kRows>
-HWY_INLINE void dot_direct(const uint8_t* const* w, const float* const* x, int32_t k, const uint8_t* ahead,
-                           float* sums, int64_t stride) {
+template <int kRows>
+HWY_INLINE void end_slice(const Slice& slice, const FloatVec* acc) {
   const FloatTag d;
-  constexpr int kBytes = static_cast<int>(kBlock * dtype_bytes(kDtype));
-  const int64_t row_bytes = static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
-  FloatVec acc[kRows * kGroup];
-#pragma GCC unroll 32
-  for (int i = 0; i < kRows * kGroup; ++i) acc[i] = hn::Zero(d);
-  const int32_t whole = k / kBlock;
-  for (int32_t block = 0; block < whole; ++block) {
-    const int64_t at = static_cast<int64_t>(block) * kBytes;
-#pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) {
-      if (ahead != nullptr) {
-#pragma GCC unroll 4
-        for (int line = 0; line < kBytes; line += 64) hwy::Prefetch(ahead + o * row_bytes + at + line);
-      }
-      FloatVec first;
-      FloatVec second;
-      load_block<kDtype>(w[o] + at, first, second);
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const float* row = x[r] + static_cast<int64_t>(block) * kBlock;
-        acc[r * kGroup + o] = hn::MulAdd(first, hn::LoadU(d, row), acc[r * kGroup + o]);
-        acc[r * kGroup + o] = hn::MulAdd(second, hn::LoadU(d, row + kLanes), acc[r * kGroup + o]);
-      }
-    }
-  }
-  if (const int32_t rest = k - whole * kBlock; rest > 0) {
-#pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) {
-      FloatVec first;
-      FloatVec second;
-      load_tail<kDtype>(w[o] + static_cast<int64_t>(whole) * kBytes, rest, first, second);
-#pragma GCC unroll 6
-      for (int r = 0; r < kRows; ++r) {
-        const float* row = x[r] + static_cast<int64_t>(whole) * kBlock;
-        acc[r * kGroup + o] = hn::MulAdd(first, hn::LoadU(d, row), acc[r * kGroup + o]);
-        acc[r * kGroup + o] = hn::MulAdd(second, hn::LoadU(d, row + kLanes), acc[r * kGroup + o]);
-      }
-    }
-  }
   const hn::FixedTag<float, 4> d4;
+  if (!slice.last) {
+#pragma GCC unroll 32
+    for (int i = 0; i < kRows * kGroup; ++i) hn::Store(acc[i], d, slice.partial + i * kLanes);
+    return;
+  }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     hn::StoreU(reduce4(acc[r * kGroup], acc[r * kGroup + 1], acc[r * kGroup + 2], acc[r * kGroup + 3]), d4,
-               sums + r * stride);
+               slice.sums + r * slice.stride);
   }
 }
 
-// Widens `count` weight rows into groups of four, vectors of the four outputs side by side:
-// [group][vector of k][4][L]. Rows that fill up the last group are zero.
-template <Dtype kDtype>
-HWY_INLINE void widen_tile(const uint8_t* w, int32_t count, int32_t k, float* widened) {
+// acc[r][o] += the products of one of the two vectors of a block.
+template <Dtype kDtype, int kRows, int kHalf, bool kWiden>
+HWY_INLINE void multiply_half(const uint8_t* const* block, const float* const* x, int64_t at, float* widened,
+                              FloatVec* acc) {
   const FloatTag d;
-  const int64_t row_bytes = static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
-  const int32_t whole = k / kBlock;
-  const int64_t vectors = (k + kBlock - 1) / kBlock * 2;
-  for (int32_t n = 0; n < (count + kGroup - 1) / kGroup * kGroup; ++n) {
-    float* to = widened + (n / kGroup) * vectors * kGroup * kLanes + n % kGroup * kLanes;
-    const uint8_t* from = w + n * row_bytes;
-    FloatVec first;
-    FloatVec second;
-    for (int32_t block = 0; block < vectors / 2; ++block) {
-      if (n >= count) {
-        first = second = hn::Zero(d);
-      } else if (block < whole) {
-        load_block<kDtype>(from + static_cast<int64_t>(block) * kBlock * static_cast<int64_t>(dtype_bytes(kDtype)),
-                           first, second);
-      } else {
-        load_tail<kDtype>(from + static_cast<int64_t>(block) * kBlock * static_cast<int64_t>(dtype_bytes(kDtype)),
-                          k - whole * kBlock, first, second);
-      }
-      hn::Store(first, d, to);
-      hn::Store(second, d, to + kGroup * kLanes);
-      to += 2 * kGroup * kLanes;
-    }
+  FloatVec w[kGroup];
+#pragma GCC unroll 4
+  for (int o = 0; o < kGroup; ++o) {
+    w[o] = load_half<kDtype, kHalf>(block[o]);
+    if constexpr (kWiden) hn::Store(w[o], d, widened + (kHalf * kGroup + o) * kLanes);
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) {
+    const FloatVec value = hn::LoadU(d, x[r] + at + kHalf * kLanes);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
   }
 }
 
-// Goes on with the sums of kRows rows and one widened group over `vectors` vectors of k. `partial` holds the
-// accumulators between slices of k; the last slice writes `sums` instead.
+// Products of four stored weight rows with kRows rows over `count` elements of k (a multiple of the block
+// except at the end of a row). kWiden: also leaves the weights in `widened` for dot_widened. `ahead` (may be
+// null) is what this worker reads next, `ahead_stride` bytes between its four rows: prefetched at the pace of
+// reading, because hardware does not follow four streams that each end after a few KiB.
+template <Dtype kDtype, int kRows, bool kWiden>
+HWY_INLINE void dot_stored(const uint8_t* const* w, const float* const* rows, int64_t count, const uint8_t* ahead,
+                           int64_t ahead_stride, float* widened, const Slice& slice) {
+  constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
+  FloatVec acc[kRows * kGroup];
+  begin_slice<kRows>(slice, acc);
+  const float* x[kRows];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) x[r] = rows[r];
+  const uint8_t* block[kGroup] = {w[0], w[1], w[2], w[3]};
+  int64_t at = 0;
+  for (; at + kBlock <= count; at += kBlock) {
+    if (!kWiden && ahead != nullptr) {
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroup; ++o) {
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < kBytes; line += 64) hwy::Prefetch(ahead + o * ahead_stride + line);
+      }
+      ahead += kBytes;
+    }
+    multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
+    multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroup; ++o) block[o] += kBytes;
+    if constexpr (kWiden) widened += 2 * kGroup * kLanes;
+  }
+  if (at < count) {  // what follows the row in memory may be anything: zeros instead
+    alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
+    for (int o = 0; o < kGroup; ++o) {
+      std::memcpy(rest[o], block[o], static_cast<size_t>(count - at) * dtype_bytes(kDtype));
+      block[o] = rest[o];
+    }
+    multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
+    multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
+  }
+  end_slice<kRows>(slice, acc);
+}
+
+// The same over `vectors` vectors of four widened rows: [vector of k][4][L].
 template <int kRows>
-HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const* x, int64_t vectors, bool first,
-                            bool last, float* HWY_RESTRICT partial, float* HWY_RESTRICT sums, int64_t stride) {
+HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const* rows, int64_t vectors,
+                            const Slice& slice) {
   const FloatTag d;
   FloatVec acc[kRows * kGroup];
-#pragma GCC unroll 32
-  for (int i = 0; i < kRows * kGroup; ++i) acc[i] = first ? hn::Zero(d) : hn::Load(d, partial + i * kLanes);
-  const float* row[kRows];
+  begin_slice<kRows>(slice, acc);
+  const float* x[kRows];
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) row[r] = x[r];
+  for (int r = 0; r < kRows; ++r) x[r] = rows[r];
   for (int64_t v = 0; v < vectors; ++v) {
     FloatVec w[kGroup];
 #pragma GCC unroll 4
     for (int o = 0; o < kGroup; ++o) w[o] = hn::Load(d, group + (v * kGroup + o) * kLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
-      const FloatVec value = hn::LoadU(d, row[r] + v * kLanes);
+      const FloatVec value = hn::LoadU(d, x[r] + v * kLanes);
 #pragma GCC unroll 4
       for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
     }
   }
-  if (!last) {
-#pragma GCC unroll 32
-    for (int i = 0; i < kRows * kGroup; ++i) hn::Store(acc[i], d, partial + i * kLanes);
-    return;
-  }
-  const hn::FixedTag<float, 4> d4;
-#pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) {
-    hn::StoreU(reduce4(acc[r * kGroup], acc[r * kGroup + 1], acc[r * kGroup + 2], acc[r * kGroup + 3]), d4,
-               sums + r * stride);
-  }
+  end_slice<kRows>(slice, acc);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
 #include "kernels/base/stream.h"
 #include "kernels/dense/dot_inl.h"
@@ -53,100 +54,96 @@ inline int32_t tile_outputs(int32_t k, int32_t matrices, int32_t rows) {
   return static_cast<int32_t>(std::clamp<int64_t>(fit / 8 * 8, 8, most));
 }
 
-template <Dtype kDtype>
-HWY_INLINE void dot_direct_panel(int rows, const uint8_t* const* w, const float* const* x, int32_t k,
-                                 const uint8_t* ahead, float* sums, int64_t stride) {
+// Calls run(std::integral_constant<int, rows>) for rows in [1, kPanel].
+template <class Run>
+HWY_INLINE void with_rows(int32_t rows, const Run& run) {
   switch (rows) {
-    case 1: return dot_direct<kDtype, 1>(w, x, k, ahead, sums, stride);
-    case 2: return dot_direct<kDtype, 2>(w, x, k, ahead, sums, stride);
-    case 3: return dot_direct<kDtype, 3>(w, x, k, ahead, sums, stride);
-    default: break;
-  }
-  if constexpr (kPanel == 6) {
-    switch (rows) {
-      case 4: return dot_direct<kDtype, 4>(w, x, k, ahead, sums, stride);
-      case 5: return dot_direct<kDtype, 5>(w, x, k, ahead, sums, stride);
-      default: return dot_direct<kDtype, 6>(w, x, k, ahead, sums, stride);
-    }
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, std::min(4, kPanel)>());
+    case 5: return run(std::integral_constant<int, std::min(5, kPanel)>());
+    default: return run(std::integral_constant<int, kPanel>());
   }
 }
 
-HWY_INLINE void dot_widened_panel(int rows, const float* group, const float* const* x, int64_t vectors, bool first,
-                                  bool last, float* partial, float* sums, int64_t stride) {
-  switch (rows) {
-    case 1: return dot_widened<1>(group, x, vectors, first, last, partial, sums, stride);
-    case 2: return dot_widened<2>(group, x, vectors, first, last, partial, sums, stride);
-    case 3: return dot_widened<3>(group, x, vectors, first, last, partial, sums, stride);
-    default: break;
+// Panel p of `rows` rows cut as evenly as panels of at most kPanel rows allow.
+struct Panel {
+  Panel(int32_t p, int32_t rows) {
+    const int32_t panels = ceil_panels(rows);
+    begin = p * rows / panels;
+    count = (p + 1) * rows / panels - begin;
   }
-  if constexpr (kPanel == 6) {
-    switch (rows) {
-      case 4: return dot_widened<4>(group, x, vectors, first, last, partial, sums, stride);
-      case 5: return dot_widened<5>(group, x, vectors, first, last, partial, sums, stride);
-      default: return dot_widened<6>(group, x, vectors, first, last, partial, sums, stride);
-    }
-  }
-}
-
-// Sums of a block of at most kRowBlock rows with weights read in place. `ahead`: the tile that comes next.
-template <Dtype kDtype>
-HWY_INLINE void sum_direct(const TileWeights& w, const float* const* x, int32_t rows, int32_t k,
-                           const uint8_t* ahead, float* const* sums) {
-  const int64_t row_bytes = static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
-  const int32_t panels = (rows + kPanel - 1) / kPanel;
-  for (int32_t m = 0; m < w.matrices; ++m) {
-    for (int32_t n = 0; n < w.count; n += kGroup) {
-      const uint8_t* group[kGroup];
-      for (int o = 0; o < kGroup; ++o) group[o] = w.data[m] + std::min(n + o, w.count - 1) * row_bytes;
-      const bool more = n + kGroup < w.count;
-      const uint8_t* next = more ? group[0] + kGroup * row_bytes : m + 1 < w.matrices ? w.data[m + 1] : ahead;
-      for (int32_t p = 0; p < panels; ++p) {
-        const int32_t begin = p * rows / panels;
-        dot_direct_panel<kDtype>((p + 1) * rows / panels - begin, group, x + begin, k, p == 0 ? next : nullptr,
-                                 sums[m] + begin * kMaxTileOutputs + n, kMaxTileOutputs);
-      }
-    }
-  }
-}
+  static int32_t ceil_panels(int32_t rows) { return (rows + kPanel - 1) / kPanel; }
+  int32_t begin;
+  int32_t count;
+};
 
 // Brings memory that this worker reads later into L2, a few lines at a time between microkernels.
 struct Prefetcher {
   const uint8_t* at = nullptr;
   const uint8_t* end = nullptr;
-  HWY_INLINE void lines(int64_t count) {
-    for (; count > 0 && at < end; --count, at += 64) __builtin_prefetch(at, 0, 2);
+  int64_t lines_a_call = 0;
+  HWY_INLINE void step() {
+    for (int64_t line = 0; line < lines_a_call && at < end; ++line, at += 64) __builtin_prefetch(at, 0, 2);
   }
 };
 
-// The same from a tile made fp32 by widen_tile. `next_tile` is drained evenly over the calls of a tile.
-HWY_INLINE void sum_widened(const float* widened, int32_t outputs, const float* const* x, int32_t rows, int32_t k,
-                            float* partial, float* sums, Prefetcher& next_tile, int64_t lines_a_call) {
-  const int64_t vectors = (k + kBlock - 1) / kBlock * 2;
-  const int32_t panels = (rows + kPanel - 1) / kPanel;
-  const int32_t groups = (outputs + kGroup - 1) / kGroup;
-  for (int32_t p = 0; p < panels; ++p) {
-    const int32_t begin = p * rows / panels;
-    const int32_t count = (p + 1) * rows / panels - begin;
-    for (int64_t v = 0; v < vectors; v += kDepth / kLanes) {
-      const int64_t slice = std::min<int64_t>(vectors - v, kDepth / kLanes);
-      const bool last = v + slice == vectors;
-      const float* slice_x[kPanel];
-      for (int32_t r = 0; r < count; ++r) slice_x[r] = x[begin + r] + v * kLanes;
-      // The rows of the next slice, or of the next panel's first, in as many pieces as there are groups.
-      const int32_t next = last ? begin + count : begin;
-      const int32_t next_rows = std::min(count, rows - next);
-      const int64_t next_at = last ? 0 : v + slice;
-      const int64_t piece = (std::min<int64_t>(vectors - next_at, kDepth / kLanes) + groups - 1) / groups;
-      for (int32_t g = 0; g < groups; ++g) {
-        for (int32_t r = 0; r < next_rows; ++r) {
-          const float* from = x[next + r] + (next_at + g * piece) * kLanes;
-          for (int64_t i = 0; i < piece; ++i) __builtin_prefetch(from + i * kLanes, 0, 2);
+// One tile of one matrix and where its microkernels work.
+struct TileMatrix {
+  const uint8_t* data;
+  int32_t count;
+  int32_t k;
+  float* widened;  // [group][vector of k][4][L]
+  float* partial;
+  float* sums;     // [rows, kMaxTileOutputs]
+};
+
+// Sums of a block of rows with weights read in place. `ahead`: the tile that comes next.
+template <Dtype kDtype>
+HWY_INLINE void sum_direct(const TileMatrix& w, const float* const* x, int32_t rows, const uint8_t* ahead) {
+  const int64_t row_bytes = w.k * static_cast<int64_t>(dtype_bytes(kDtype));
+  for (int32_t n = 0; n < w.count; n += kGroup) {
+    const uint8_t* group[kGroup];
+    for (int o = 0; o < kGroup; ++o) group[o] = w.data + std::min(n + o, w.count - 1) * row_bytes;
+    const uint8_t* next = n + kGroup < w.count ? group[0] + kGroup * row_bytes : ahead;
+    for (int32_t p = 0; p < Panel::ceil_panels(rows); ++p) {
+      const Panel panel(p, rows);
+      const Slice slice{true, true, nullptr, w.sums + panel.begin * kMaxTileOutputs + n, kMaxTileOutputs};
+      with_rows(panel.count, [&](auto count) HWY_ATTR {
+        dot_stored<kDtype, count, false>(group, x + panel.begin, w.k, p == 0 ? next : nullptr, row_bytes, nullptr,
+                                         slice);
+      });
+    }
+  }
+}
+
+// Sums of one panel, slice of k by slice so that its rows stay in L1. kWiden: from stored weights, which it
+// leaves in w.widened; else from there.
+template <Dtype kDtype, bool kWiden>
+HWY_INLINE void sum_panel(const TileMatrix& w, const float* const* x, const Panel& panel, Prefetcher& next) {
+  const int64_t row_bytes = w.k * static_cast<int64_t>(dtype_bytes(kDtype));
+  const int64_t vectors = (w.k + kBlock - 1) / kBlock * 2;
+  for (int64_t at = 0; at < w.k; at += kDepth) {
+    const int64_t depth = std::min<int64_t>(w.k - at, kDepth);
+    const float* slice_x[kPanel];
+    for (int32_t r = 0; r < panel.count; ++r) slice_x[r] = x[panel.begin + r] + at;
+    for (int32_t n = 0; n < w.count; n += kGroup) {
+      next.step();
+      float* const widened = w.widened + (n * vectors + at / kLanes * kGroup) * kLanes;
+      const Slice slice{at == 0, at + depth == w.k, w.partial + static_cast<int64_t>(n) * kPanel * kLanes,
+                        w.sums + panel.begin * kMaxTileOutputs + n, kMaxTileOutputs};
+      with_rows(panel.count, [&](auto count) HWY_ATTR {
+        if constexpr (kWiden) {
+          const uint8_t* group[kGroup];
+          for (int o = 0; o < kGroup; ++o) {
+            group[o] = w.data + std::min(n + o, w.count - 1) * row_bytes + at * static_cast<int64_t>(dtype_bytes(kDtype));
+          }
+          dot_stored<kDtype, count, true>(group, slice_x, depth, nullptr, 0, widened, slice);
+        } else {
+          dot_widened<count>(widened, slice_x, (depth + kBlock - 1) / kBlock * 2, slice);
         }
-        next_tile.lines(lines_a_call);
-        const int64_t n = g * kGroup;
-        dot_widened_panel(count, widened + (n * vectors + v * kGroup) * kLanes, slice_x, slice, v == 0, last,
-                          partial + n * kPanel * kLanes, sums + begin * kMaxTileOutputs + n, kMaxTileOutputs);
-      }
+      });
     }
   }
 }
@@ -164,28 +161,31 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
   const bool direct = rows.count <= kDirectRows ||
                       matrix_floats * w.matrices * static_cast<int64_t>(sizeof(float)) >
                           static_cast<int64_t>(kWidenedBytes);
+  const int32_t blocks = (rows.count + kRowBlock - 1) / kRowBlock;
   Prefetcher next;
-  int64_t lines_a_call = 0;
-  if (!direct) {
-    for (int32_t m = 0; m < w.matrices; ++m) {
-      widen_tile<kDtype>(w.data[m], w.count, k, widened + m * matrix_floats);
-    }
-    if (ahead != nullptr) {
-      const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
-      const int64_t calls = (rows.count + kPanel - 1) / kPanel * ((k + kDepth - 1) / kDepth) * ((w.count + 3) / 4);
-      next = {ahead, ahead + bytes};
-      lines_a_call = bytes / 64 / calls + 1;
-    }
+  if (!direct && ahead != nullptr) {
+    const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
+    next = {ahead, ahead + bytes, 0};
+    next.lines_a_call =
+        bytes / 64 / (Panel::ceil_panels(rows.count) * ((k + kDepth - 1) / kDepth) * ((w.count + 3) / 4)) + 1;
   }
-  for (int32_t begin = 0; begin < rows.count; begin += kRowBlock) {
-    const int32_t count = std::min(rows.count - begin, kRowBlock);
+  for (int32_t b = 0; b < blocks; ++b) {
+    const int32_t begin = b * rows.count / blocks;
+    const int32_t count = (b + 1) * rows.count / blocks - begin;
     const float* x[kRowBlock];
     for (int32_t r = 0; r < count; ++r) x[r] = rows.row(begin + r);
-    if (direct) {
-      sum_direct<kDtype>(w, x, count, k, ahead, sums);
-    } else {
-      for (int32_t m = 0; m < w.matrices; ++m) {
-        sum_widened(widened + m * matrix_floats, w.count, x, count, k, partial, sums[m], next, lines_a_call);
+    for (int32_t m = 0; m < w.matrices; ++m) {
+      const TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, partial, sums[m]};
+      if (direct) {
+        sum_direct<kDtype>(matrix, x, count, m + 1 < w.matrices ? w.data[m + 1] : ahead);
+        continue;
+      }
+      for (int32_t p = 0; p < Panel::ceil_panels(count); ++p) {
+        if (b == 0 && p == 0) {
+          sum_panel<kDtype, true>(matrix, x, Panel(p, count), next);
+        } else {
+          sum_panel<kDtype, false>(matrix, x, Panel(p, count), next);
+        }
       }
     }
     finish(begin, count, sums);

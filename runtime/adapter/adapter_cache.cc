@@ -21,6 +21,12 @@ AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num
   uploads_.reserve(slots_.size());
 }
 
+AdapterCache::~AdapterCache() {
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    pool_.release(page_row(static_cast<int32_t>(slot)), slots_[slot].num_pages);
+  }
+}
+
 void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
   const int32_t pages = pages_of(*adapter->image);
   if (pages > pages_per_slot_) {
@@ -89,13 +95,10 @@ int32_t AdapterCache::try_acquire(Adapter& adapter) {
     if (slot == 0) return 0;
     Slot& entry = slots_[static_cast<size_t>(slot)];
     const int32_t count = pages_of(*adapter.image);
-    PageLease lease(pool_, PageUse::kAdapter, count);
-    if (!lease.try_grow(count)) return 0;
-    std::copy_n(lease.data(), count, page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_);
+    if (!pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) return 0;
     entry.image = adapter.image;
-    entry.pages = std::move(lease);
+    entry.num_pages = count;
     entry.users = 0;
-    entry.uploaded = false;
     uploads_.push_back(slot);
     ++num_loads_;
     ++adapter.loads;
@@ -119,7 +122,8 @@ void AdapterCache::free_slot(int32_t slot) {
   MOELORA_ASSERT(entry.users == 0);
   note_slot(entry.image.get(), 0);
   std::erase(uploads_, slot);
-  entry.pages = PageLease();
+  pool_.release(page_row(slot), entry.num_pages);
+  entry.num_pages = 0;
   entry.image.reset();
 }
 
@@ -146,15 +150,14 @@ void AdapterCache::collect() {
 
 void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
   for (const int32_t slot : uploads_) {
-    Slot& entry = slots_[static_cast<size_t>(slot)];
+    const Slot& entry = slots_[static_cast<size_t>(slot)];
     WritePagesArgs args;
     args.pool = pool_.base();
     args.page_bytes = pool_.page_bytes();
     args.source = entry.image->stream.data();
     args.bytes = static_cast<int64_t>(entry.image->stream.size());
-    args.pages = entry.pages.data();
+    args.pages = page_row(slot);
     kernels.write_pages(args, stream);
-    entry.uploaded = true;
   }
   uploads_.clear();
 }
@@ -180,10 +183,10 @@ void AdapterCache::audit() const {
     const Slot& entry = slots_[slot];
     MOELORA_ASSERT(entry.users == 0 || entry.image != nullptr);
     if (entry.image == nullptr) continue;
-    MOELORA_ASSERT(entry.pages.size() == pages_of(*entry.image));
-    MOELORA_ASSERT(std::equal(entry.pages.data(), entry.pages.data() + entry.pages.size(),
-                              page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_));
-    pages += entry.pages.size();
+    MOELORA_ASSERT(entry.num_pages == pages_of(*entry.image));
+    const PageId* row = page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_;
+    for (int32_t i = 0; i < entry.num_pages; ++i) MOELORA_ASSERT(pool_.leases(row[i]) == 1);
+    pages += entry.num_pages;
   }
   MOELORA_ASSERT(pages == pool_.num_used(PageUse::kAdapter));
 }

@@ -20,6 +20,9 @@ namespace moelora {
 class AdapterCache {
  public:
   AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts);
+  ~AdapterCache();
+  AdapterCache(const AdapterCache&) = delete;
+  AdapterCache& operator=(const AdapterCache&) = delete;
 
   // Registry.
   void add(const std::shared_ptr<Adapter>& adapter);  // the name is taken over from an older one
@@ -51,11 +54,13 @@ class AdapterCache {
  private:
   struct Slot {
     std::shared_ptr<const AdapterImage> image;
-    PageLease pages;
+    int32_t num_pages = 0;  // leased; their ids are the slot's row of page_table_
     int32_t users = 0;
     uint64_t last_used = 0;
-    bool uploaded = false;
   };
+  [[nodiscard]] PageId* page_row(int32_t slot) {
+    return page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_;
+  }
   [[nodiscard]] int32_t find_slot(const AdapterImage* image) const;
   [[nodiscard]] bool is_pinned(const AdapterImage* image) const;
   [[nodiscard]] bool is_held(const AdapterImage* image) const;

@@ -70,7 +70,7 @@ void Engine::Parts::end_by_host(double now) {
       if (!overdue(sequence)) {
         ++i;
       } else if (sequence.submission->cancelled.load()) {
-        end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled by the host", now);
+        end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled", now);
       } else if (sequence.submission->deadline_at_ms > 0 && now >= sequence.submission->deadline_at_ms) {
         end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "deadline passed", now);
       } else {

@@ -6,7 +6,7 @@
 
 namespace moelora {
 
-void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status status, const std::string& message,
+void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message,
                                  double now) {
   const Submission& submission = *sequence.submission;
   RequestResult& result = sequence.result;
@@ -87,19 +87,15 @@ void Engine::Parts::admit_prefetches() {
 }
 
 void Engine::Parts::finish_prefetches() {
-  std::vector<Prefetch> ready;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    if (prefetches.empty()) return;
-    adapters->upload(*kernels, *stream);  // a step without rows has not done it
-    for (Prefetch& prefetch : prefetches) {
-      if (prefetch.resident) ready.push_back(std::move(prefetch));
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (prefetches.empty()) return;
+  adapters->upload(*kernels, *stream);  // a step without rows has not done it
+  std::erase_if(prefetches, [](const Prefetch& prefetch) {
+    if (prefetch.resident && prefetch.queue != nullptr) {
+      prefetch.queue->push({EventKind::kAdapterReady, Status::kOk, prefetch.handle, prefetch.tag});
     }
-    std::erase_if(prefetches, [](const Prefetch& prefetch) { return prefetch.adapter == nullptr; });
-  }
-  for (const Prefetch& prefetch : ready) {
-    if (prefetch.queue != nullptr) prefetch.queue->push({EventKind::kAdapterReady, Status::kOk, prefetch.handle, prefetch.tag});
-  }
+    return prefetch.resident;
+  });
 }
 
 void Engine::Parts::record_step(double start, double end) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <vector>
 
@@ -98,7 +99,8 @@ class Engine::Parts {
   void admit_prefetches();
   void finish_prefetches();
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
-  void end_sequence(Sequence& sequence, FinishReason reason, Status status, const std::string& message, double now);
+  // Short messages only: a string of up to 15 characters allocates nothing.
+  void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
   void fail(Status status, const std::string& message);
   void probe_bandwidth_now();
   void record_step(double start, double end);

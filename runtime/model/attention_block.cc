@@ -6,6 +6,21 @@
 
 namespace moelora {
 
+void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+  PagedAttentionArgs attention;
+  attention.q = workspace.q;
+  attention.out = workspace.attention;
+  attention.num_sequences = input.num_sequences;
+  attention.num_heads = config_.num_heads;
+  attention.row_begin = input.row_begin;
+  attention.positions = input.positions;
+  attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
+  attention.window = config_.sliding_window;
+  attention.kv = input.kv;
+  attention.layer = layer;
+  kernels_.paged_attention(attention, stream);
+}
+
 void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   const int32_t q_width = config_.num_heads * config_.head_dim;
@@ -58,18 +73,7 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
   rope.layer = layer;
   kernels_.rope_kv_write(rope, stream);
 
-  PagedAttentionArgs attention;
-  attention.q = workspace.q;
-  attention.out = workspace.attention;
-  attention.num_sequences = input.num_sequences;
-  attention.num_heads = config_.num_heads;
-  attention.row_begin = input.row_begin;
-  attention.positions = input.positions;
-  attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
-  attention.window = config_.sliding_window;
-  attention.kv = input.kv;
-  attention.layer = layer;
-  kernels_.paged_attention(attention, stream);
+  attend(input, layer, workspace, stream);
 
   LinearArgs o = linear_args(input, layer, workspace.attention, q_width, workspace);
   o.num_parts = 1;

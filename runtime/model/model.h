@@ -47,6 +47,7 @@ class Model {
 
  private:
   void attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void attend(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
                           ForwardCounts* counts) const;
   void dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;

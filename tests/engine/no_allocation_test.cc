@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// A step allocates nothing: the C allocator and mmap of this whole process are counted on every thread that is not
+// the test's own, over 1,000 steps in which rows, lengths and adapters change, and adapters come and go in the pool.
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <random>
+
+#include "tests/engine/engine_support.h"
+
+namespace {
+
+std::atomic<bool> counting{false};
+std::atomic<int> allocations{0};
+thread_local bool is_host = false;
+
+void note_allocation() {
+  if (counting.load(std::memory_order_relaxed) && !is_host) allocations.fetch_add(1);
+}
+
+}  // namespace
+
+extern "C" {
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* __libc_memalign(size_t, size_t);
+
+void* malloc(size_t size) {
+  note_allocation();
+  return __libc_malloc(size);
+}
+void* calloc(size_t count, size_t size) {
+  note_allocation();
+  return __libc_calloc(count, size);
+}
+void* realloc(void* memory, size_t size) {
+  note_allocation();
+  return __libc_realloc(memory, size);
+}
+void* aligned_alloc(size_t alignment, size_t size) {
+  note_allocation();
+  return __libc_memalign(alignment, size);
+}
+int posix_memalign(void** memory, size_t alignment, size_t size) {
+  note_allocation();
+  *memory = __libc_memalign(alignment, size);
+  return *memory == nullptr ? 12 : 0;
+}
+void* mmap(void* address, size_t length, int protection, int flags, int file, off_t offset) {
+  note_allocation();
+  using Mmap = void* (*)(void*, size_t, int, int, int, off_t);
+  static const auto next = reinterpret_cast<Mmap>(dlsym(RTLD_NEXT, "mmap"));
+  return next(address, length, protection, flags, file, offset);
+}
+}
+
+namespace moelora::test {
+
+TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing", "[engine][allocation]") {
+  is_host = true;
+  EngineOptions options;
+  options.num_threads = 2;
+  options.max_num_sequences = 8;
+  options.max_batch_tokens = 40;
+  options.max_adapters_resident = 3;  // five adapters take turns
+  const auto engine = Engine::create(options, case_dir("qwen3_moe") + "/model");
+  std::vector<std::shared_ptr<Adapter>> adapters = {nullptr};
+  for (const char* name : {"attn", "experts", "patterns", "rslora", "experts_2d"}) {
+    adapters.push_back(load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/" + name, name));
+  }
+  std::mt19937 random(11);
+  const auto queue = std::make_shared<CompletionQueue>();
+  const auto wave = [&](size_t count) {
+    std::vector<std::shared_ptr<Submission>> submissions;
+    for (size_t i = 0; i < count; ++i) {
+      Request request;
+      request.prompt.resize(1 + random() % 90);
+      for (int32_t& token : request.prompt) token = static_cast<int32_t>(random() % 320);
+      request.adapter = adapters[random() % adapters.size()];
+      request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 40);
+      request.sampling.ignore_eos = true;
+      request.sampling.temperature = i % 2 == 0 ? 0.0f : 0.8f;
+      request.sampling.top_k = i % 3 == 0 ? 0 : 20;
+      request.sampling.top_p = 0.9f;
+      request.sampling.repetition_penalty = i % 4 == 0 ? 1.2f : 1.0f;
+      request.sampling.logprobs = i % 5 == 0 ? 3 : -1;
+      auto submission = std::make_shared<Submission>();
+      submission->request = request;
+      submission->stream = std::make_unique<TokenStream>(request, 320, i % 2 == 0 ? queue : nullptr, i + 1, i);
+      engine->submit(submission);
+      submissions.push_back(std::move(submission));
+    }
+    if (submissions.size() > 3) engine->cancel(submissions[3], false);
+    for (const auto& submission : submissions) read_all(*submission);
+    Event events[64];
+    bool closed = false;
+    while (queue->wait(0, events, 64, &closed) > 0) {
+    }
+  };
+  wave(30);
+  const uint64_t before = engine->stats().steps;
+  const uint64_t loads_before = engine->stats().adapter_loads;
+  allocations = 0;
+  counting = true;
+  while (engine->stats().steps < before + 1000) wave(12);
+  counting = false;
+  CHECK(allocations.load() == 0);
+  CHECK(engine->stats().adapter_loads > loads_before);
+
+  // The counter counts: a thread that allocates is seen.
+  counting = true;
+  std::thread([] { std::free(std::malloc(100)); }).join();
+  counting = false;
+  CHECK(allocations.load() > 0);
+}
+
+}  // namespace moelora::test
