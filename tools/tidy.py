@@ -70,7 +70,8 @@ BANNED = [
     (re.compile(r"\bfmt::print\s*\("), "output"),
     (re.compile(r"(?<![\w.>])assert\s*\("), "ends the process"),
     (re.compile(r"\bcuda(DeviceReset|DeviceSynchronize|SetDeviceFlags)\b"), "the host's device state"),
-    (re.compile(r"\b(sigaction|setlocale|chdir)\s*\(|\bsignal\s*\(\s*SIG|(?<!\w)(std)?::(signal|fork)\s*\("), "the host's process"),
+    (re.compile(r"\b(sigaction|setlocale|chdir)\s*\(|\bsignal\s*\(\s*SIG|(?<!\w)(std)?::(signal|fork)\s*\("),
+     "the host's process"),
 ]
 MARKERS = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]')

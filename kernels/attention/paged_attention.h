@@ -2,8 +2,8 @@
 // paged_attention: causal attention of new rows over their sequence's paged K and V (written before).
 //
 //   out[t, h] = sum_j p_j V[j, h'],  p = softmax_j(scale * q[t, h] . K[j, h']),  h' = h / (Nq / Nkv),
-//   j from (window > 0 ? max(0, pos - window + 1) : 0) to pos = positions[t]; with sinks, exp(sink[h]) joins the denominator
-//   (not scaled) and takes no value.
+//   j from (window > 0 ? max(0, pos - window + 1) : 0) to pos = positions[t]; with sinks, exp(sink[h]) joins the
+//   denominator (not scaled) and takes no value.
 // Sequence s owns rows row_begin[s] .. row_begin[s+1]) of the batch, at consecutive positions. fp32 softmax.
 // A row's bits depend on its own q and context alone (keys are visited in blocks counted from the first
 // block in sight), not on how a prompt was cut into chunks. Keys outside the range are never read: unwritten

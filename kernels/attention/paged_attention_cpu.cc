@@ -23,7 +23,9 @@ void add_key(Accumulator& state, double score, const std::byte* value, Dtype dty
     const double shrink = std::exp(state.largest - score);
     state.largest = score;
     state.total *= shrink;
-    for (int32_t d = 0; d < width; ++d) state.sum[d] *= shrink;
+    for (int32_t d = 0; d < width; ++d) {
+      state.sum[d] *= shrink;
+    }
   }
   const double weight = std::exp(score - state.largest);
   state.total += weight;
@@ -54,13 +56,17 @@ void attend(const PagedAttentionArgs& args, int32_t sequence, int32_t position, 
     }
     add_key(state, score * static_cast<double>(args.scale), block, layout.dtype, args.kv.elements() + at, width);
   }
-  for (int32_t d = 0; d < width; ++d) out[d] = static_cast<float>(sum[d] / state.total);
+  for (int32_t d = 0; d < width; ++d) {
+    out[d] = static_cast<float>(sum[d] / state.total);
+  }
 }
 
 }  // namespace
 
 void paged_attention_cpu(const PagedAttentionArgs& args, Stream& stream) {
-  if (args.num_sequences == 0) return;
+  if (args.num_sequences == 0) {
+    return;
+  }
   const int32_t width = args.kv.layout.head_dim;
   MOELORA_ASSERT(args.num_heads % args.kv.layout.num_kv_heads == 0);
   MOELORA_ASSERT(stream.scratch_bytes() >= static_cast<size_t>(width) * sizeof(double));

@@ -24,11 +24,17 @@ void fill_rotation(const RopeKvWriteArgs& args, int32_t position, int32_t half, 
 }
 
 void clamp(float* values, int32_t count, float clip) {
-  if (clip <= 0.0f) return;
+  if (clip <= 0.0f) {
+    return;
+  }
   for (int32_t i = 0; i < count; ++i) {
     // Written so that NaN stays NaN.
-    if (values[i] > clip) values[i] = clip;
-    if (values[i] < -clip) values[i] = -clip;
+    if (values[i] > clip) {
+      values[i] = clip;
+    }
+    if (values[i] < -clip) {
+      values[i] = -clip;
+    }
   }
 }
 
@@ -43,16 +49,25 @@ double sum_of_squares(const float* x, int32_t width) {
     }
   }
   double sum = 0.0;
-  for (; i < width; ++i) sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
-  for (const double lane : lanes) sum += lane;
+  for (; i < width; ++i) {
+    sum += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  }
+  for (const double lane : lanes) {
+    sum += lane;
+  }
   return sum;
 }
 
 // `weight` fp32 [width], or null: no norm.
 void norm_head(float* head, int32_t width, const float* weight, float eps) {
-  if (weight == nullptr) return;
-  const auto scale = static_cast<float>(1.0 / std::sqrt(sum_of_squares(head, width) / width + static_cast<double>(eps)));
-  for (int32_t i = 0; i < width; ++i) head[i] = head[i] * scale * weight[i];
+  if (weight == nullptr) {
+    return;
+  }
+  const auto scale =
+      static_cast<float>(1.0 / std::sqrt(sum_of_squares(head, width) / width + static_cast<double>(eps)));
+  for (int32_t i = 0; i < width; ++i) {
+    head[i] = head[i] * scale * weight[i];
+  }
 }
 
 void rotate(float* head, int32_t half, const Rotation& rotation) {
@@ -71,7 +86,9 @@ void store(const float* from, int32_t count, std::byte* base, int64_t at, Dtype 
     return;
   }
   uint16_t* to = reinterpret_cast<uint16_t*>(base) + at;
-  for (int32_t i = 0; i < count; ++i) to[i] = f32_to_bf16(from[i]);
+  for (int32_t i = 0; i < count; ++i) {
+    to[i] = f32_to_bf16(from[i]);
+  }
 }
 
 // What a worker computes once a row for all of its heads, in its scratch.
@@ -82,8 +99,12 @@ struct RowScratch {
 };
 
 const float* widen_weight(const Weight& weight, float* to) {
-  if (weight.empty()) return nullptr;
-  for (int32_t i = 0; i < weight.cols; ++i) to[i] = load_element(weight.data, weight.dtype, static_cast<size_t>(i));
+  if (weight.empty()) {
+    return nullptr;
+  }
+  for (int32_t i = 0; i < weight.cols; ++i) {
+    to[i] = load_element(weight.data, weight.dtype, static_cast<size_t>(i));
+  }
   return to;
 }
 

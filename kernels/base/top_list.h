@@ -12,7 +12,9 @@ class TopList {
   TopList(int32_t capacity, float* values, int32_t* ids) : values_(values), ids_(ids), capacity_(capacity) {}
 
   void offer(float value, int32_t id) {
-    if (count_ == capacity_ && (count_ == 0 || !(value > values_[count_ - 1]))) return;
+    if (count_ == capacity_ && (count_ == 0 || !(value > values_[count_ - 1]))) {
+      return;
+    }
     int32_t at = count_ < capacity_ ? count_++ : count_ - 1;
     for (; at > 0 && value > values_[at - 1]; --at) {
       values_[at] = values_[at - 1];

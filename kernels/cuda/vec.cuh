@@ -7,9 +7,15 @@
 
 namespace moelora {
 
-__device__ __forceinline__ float to_f32(float value) { return value; }
-__device__ __forceinline__ float to_f32(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_f32(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_f32(float value) {
+  return value;
+}
+__device__ __forceinline__ float to_f32(__half value) {
+  return __half2float(value);
+}
+__device__ __forceinline__ float to_f32(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
 
 template <class T>
 __device__ __forceinline__ T from_f32(float value);

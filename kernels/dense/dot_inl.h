@@ -21,7 +21,6 @@ namespace HWY_NAMESPACE {
 
 constexpr int kGroup = 4;                           // outputs of a microkernel
 constexpr int kPanel = kLanes == 16 ? 6 : 3;        // rows of a microkernel: 24 (12) accumulators
-constexpr int kDepth = 1024;                        // elements of k a microkernel runs over at once: fits L1
 
 constexpr int64_t padded_k(int64_t k) { return (k + 63) / 64 * 64; }
 
@@ -95,63 +94,90 @@ HWY_INLINE void end_slice(const Slice& slice, const FloatVec* acc) {
   }
 }
 
-// acc[r][o] += the products of one of the two vectors of a block.
+// Four stored weight rows, `stride` bytes apart (0: four times the same row).
+struct StoredRows {
+  const uint8_t* first;
+  int64_t stride;
+};
+
+// acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`.
 template <Dtype kDtype, int kRows, int kHalf, bool kWiden>
-HWY_INLINE void multiply_half(const uint8_t* const* block, const float* const* x, int64_t at, float* widened,
+HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, int64_t at, float* widened,
                               FloatVec* acc) {
   const FloatTag d;
-  FloatVec w[kGroup];
+  FloatVec weights[kGroup];
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
-    w[o] = load_half<kDtype, kHalf>(block[o]);
-    if constexpr (kWiden) hn::Store(w[o], d, widened + (kHalf * kGroup + o) * kLanes);
+    weights[o] = load_half<kDtype, kHalf>(block.first + o * block.stride);
+    if constexpr (kWiden) hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
   }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     const FloatVec value = hn::LoadU(d, x[r] + at + kHalf * kLanes);
 #pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
+    for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(weights[o], value, acc[r * kGroup + o]);
+  }
+}
+
+// What a run over four stored weight rows prefetches at the pace of reading: hardware does not follow four
+// streams that each end after a few KiB. Each row kNear blocks ahead into L1 (it runs into the row after, which
+// is close by), and the rows that follow, at the same distance as these, into L2; a panel that shares the
+// weights with another takes only two of the four rows that follow, so that memory is busy in both.
+struct ReadAhead {
+  const uint8_t* following = nullptr;
+  bool near = false;
+  bool four = false;
+};
+constexpr int64_t kNear = 8;
+
+template <int64_t kBytes>
+HWY_INLINE void read_ahead(const ReadAhead& ahead, const StoredRows& block, const uint8_t* following) {
+  if (ahead.near) {
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroup; ++o) {
+#pragma GCC unroll 4
+      for (int64_t line = 0; line < kBytes; line += 64) {
+        __builtin_prefetch(block.first + o * block.stride + kNear * kBytes + line, 0, 3);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int o = 0; o < kGroup; ++o) {
+    if (o == 2 && !ahead.four) break;
+#pragma GCC unroll 4
+    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(following + o * block.stride + line, 0, 2);
   }
 }
 
 // Products of four stored weight rows with kRows rows over `count` elements of k (a multiple of the block
-// except at the end of a row). kWiden: also leaves the weights in `widened` for dot_widened. `ahead` (may be
-// null) is what this worker reads next, `ahead_stride` bytes between its four rows: prefetched at the pace of
-// reading, because hardware does not follow four streams that each end after a few KiB.
+// except at the end of a row). kWiden: also leaves the weights in `widened` for dot_widened; else reads ahead.
 template <Dtype kDtype, int kRows, bool kWiden>
-HWY_INLINE void dot_stored(const uint8_t* const* w, const float* const* rows, int64_t count, const uint8_t* ahead,
-                           int64_t ahead_stride, float* widened, const Slice& slice) {
+HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t count, const ReadAhead& ahead,
+                           float* widened, const Slice& slice) {
   constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
   FloatVec acc[kRows * kGroup];
   begin_slice<kRows>(slice, acc);
   const float* x[kRows];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) x[r] = rows[r];
-  const uint8_t* block[kGroup] = {w[0], w[1], w[2], w[3]};
+  const uint8_t* following = ahead.following;
   int64_t at = 0;
   for (; at + kBlock <= count; at += kBlock) {
-    if (!kWiden && ahead != nullptr) {
-#pragma GCC unroll 4
-      for (int o = 0; o < kGroup; ++o) {
-#pragma GCC unroll 4
-        for (int64_t line = 0; line < kBytes; line += 64) hwy::Prefetch(ahead + o * ahead_stride + line);
-      }
-      ahead += kBytes;
-    }
+    if constexpr (!kWiden) read_ahead<kBytes>(ahead, block, following);
     multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
     multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
-#pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) block[o] += kBytes;
+    block.first += kBytes;
+    following += kBytes;
     if constexpr (kWiden) widened += 2 * kGroup * kLanes;
   }
   if (at < count) {  // what follows the row in memory may be anything: zeros instead
     alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
     for (int o = 0; o < kGroup; ++o) {
-      std::memcpy(rest[o], block[o], static_cast<size_t>(count - at) * dtype_bytes(kDtype));
-      block[o] = rest[o];
+      std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(count - at) * dtype_bytes(kDtype));
     }
-    multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
-    multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
+    const StoredRows padded{rest[0], sizeof rest[0]};
+    multiply_half<kDtype, kRows, 0, kWiden>(padded, x, at, widened, acc);
+    multiply_half<kDtype, kRows, 1, kWiden>(padded, x, at, widened, acc);
   }
   end_slice<kRows>(slice, acc);
 }

@@ -19,7 +19,9 @@ double dot_reference(const void* weights, const float* x, int32_t k) {
     const int32_t count = k - at < kLanes ? k - at : kLanes;
     for (int32_t lane = 0; lane < count; ++lane) {
       float value = x[at + lane];
-      if constexpr (kCompute == Compute::kBf16) value = bf16_to_f32(f32_to_bf16(value));
+      if constexpr (kCompute == Compute::kBf16) {
+        value = bf16_to_f32(f32_to_bf16(value));
+      }
       lanes[lane] += static_cast<double>(load_element(weights, kDtype, static_cast<size_t>(at + lane))) *
                      static_cast<double>(value);
     }
@@ -28,8 +30,7 @@ double dot_reference(const void* weights, const float* x, int32_t k) {
 }
 
 // sum_k W[row, k] x[k] of a matrix [*, k] stored without gaps.
-inline float dot_reference(const void* matrix, Dtype dtype, Compute compute, int64_t row, const float* x,
-                           int32_t k) {
+inline float dot_reference(const void* matrix, Dtype dtype, Compute compute, int64_t row, const float* x, int32_t k) {
   const void* weights = static_cast<const char*>(matrix) + row * k * static_cast<int64_t>(dtype_bytes(dtype));
   const bool exact = compute == Compute::kExact;
   double sum = 0.0;

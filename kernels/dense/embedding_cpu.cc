@@ -34,7 +34,9 @@ void embedding_cpu(const EmbeddingArgs& args, Stream& stream) {
         widen_bf16(from, width, to);
         break;
       case Dtype::kF16:
-        for (int32_t i = 0; i < width; ++i) to[i] = load_element(from, dtype, static_cast<size_t>(i));
+        for (int32_t i = 0; i < width; ++i) {
+          to[i] = load_element(from, dtype, static_cast<size_t>(i));
+        }
         break;
     }
   });

@@ -14,15 +14,19 @@ namespace {
 
 constexpr int32_t kBlock = 256;
 
-void part_block(const LinearArgs& args, const LinearPart& part, int32_t t, int32_t begin, const float* x,
-                float* out, float* shrunk) {
+void part_block(const LinearArgs& args, const LinearPart& part, int32_t t, int32_t begin, const float* x, float* out,
+                float* shrunk) {
   const int32_t end = std::min(begin + kBlock, part.weight.rows);
   const LoraRow lora = lora_row_dense(args.lora, t, args.layer, part.module);
-  if (lora.active()) lora_shrink_reference(lora, x, args.k, shrunk);
+  if (lora.active()) {
+    lora_shrink_reference(lora, x, args.k, shrunk);
+  }
   for (int32_t n = begin; n < end; ++n) {
     float y = dot_reference(part.weight.data, part.weight.dtype, args.compute, n, x, args.k);
     y = lora_expand_reference(lora, shrunk, n, y);
-    if (!part.bias.empty()) y += load_element(part.bias.data, part.bias.dtype, static_cast<size_t>(n));
+    if (!part.bias.empty()) {
+      y += load_element(part.bias.data, part.bias.dtype, static_cast<size_t>(n));
+    }
     out[n] = args.accumulate ? out[n] + y : y;
   }
 }

@@ -15,7 +15,9 @@ void rms_norm_cpu(const RmsNormArgs& args, Stream& stream) {
     const float* from = x + source * args.x.stride;
     float* to = out + static_cast<int64_t>(t) * args.out.stride;
     double squares = 0.0;
-    for (int32_t i = 0; i < args.width; ++i) squares += static_cast<double>(from[i]) * static_cast<double>(from[i]);
+    for (int32_t i = 0; i < args.width; ++i) {
+      squares += static_cast<double>(from[i]) * static_cast<double>(from[i]);
+    }
     const double mean = squares / args.width;
     const auto scale = static_cast<float>(1.0 / std::sqrt(mean + static_cast<double>(args.eps)));
     for (int32_t i = 0; i < args.width; ++i) {

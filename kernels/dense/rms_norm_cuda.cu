@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// RMSNorm on CUDA: one block a row, 256 threads; thread i owns the groups of four elements i, i + 256, ... and keeps up to
-// KEEP of them in registers between the sum of squares and the scaling, so a row of up to 4096 is read from memory once;
-// wider rows read their rest twice, the second time from L1. Sums run in an order fixed by the width: a row's
+// RMSNorm on CUDA: one block a row, 256 threads; thread i owns the groups of four elements i, i + 256, ... and keeps up
+// to KEEP of them in registers between the sum of squares and the scaling, so a row of up to 4096 is read from memory
+// once; wider rows read their rest twice, the second time from L1. Sums run in an order fixed by the width: a row's
 // bits depend on it alone. Limited by memory for many rows, by the launch and one round trip for few.
-// H200, fp32 in, bf16 out, width 2880, in a graph: 1 row 1.8 us, 64 rows 2.0 us, 65536 rows 262 us = 4.33 TB/s, which is
-// what a plain copy reaches there.
+// H200, fp32 in, bf16 out, width 2880, in a graph: 1 row 1.8 us, 64 rows 2.0 us, 65536 rows 262 us = 4.33 TB/s, which
+// is what a plain copy reaches there.
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
@@ -33,7 +33,9 @@ template <class T>
 __device__ __forceinline__ float square4(const Vec4<T>& v) {
   float sum = 0.0f;
 #pragma unroll
-  for (int j = 0; j < 4; ++j) sum = fmaf(to_f32(v.at[j]), to_f32(v.at[j]), sum);
+  for (int j = 0; j < 4; ++j) {
+    sum = fmaf(to_f32(v.at[j]), to_f32(v.at[j]), sum);
+  }
   return sum;
 }
 
@@ -67,12 +69,16 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
       squares += square4(kept[i]);
     }
   }
-  for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) squares += square4(load4(x, group));
+  for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) {
+    squares += square4(load4(x, group));
+  }
   const float scale = rsqrtf(block_sum<THREADS>(squares, partial) / static_cast<float>(p.width) + p.eps);
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
     const int group = threadIdx.x + i * THREADS;
-    if (group < groups) store4(out, group, scale4<In, W, Out>(kept[i], scale, weight, group));
+    if (group < groups) {
+      store4(out, group, scale4<In, W, Out>(kept[i], scale, weight, group));
+    }
   }
   for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) {
     store4(out, group, scale4<In, W, Out>(load4(x, group), scale, weight, group));
@@ -88,9 +94,13 @@ __global__ void __launch_bounds__(THREADS) rms_norm_scalar(const Params p) {
   const W* weight = static_cast<const W*>(p.weight);
   Out* out = static_cast<Out*>(p.out) + blockIdx.x * p.out_stride;
   float squares = 0.0f;
-  for (int i = threadIdx.x; i < p.width; i += THREADS) squares = fmaf(to_f32(x[i]), to_f32(x[i]), squares);
+  for (int i = threadIdx.x; i < p.width; i += THREADS) {
+    squares = fmaf(to_f32(x[i]), to_f32(x[i]), squares);
+  }
   const float scale = rsqrtf(block_sum<THREADS>(squares, partial) / static_cast<float>(p.width) + p.eps);
-  for (int i = threadIdx.x; i < p.width; i += THREADS) out[i] = from_f32<Out>(to_f32(x[i]) * scale * to_f32(weight[i]));
+  for (int i = threadIdx.x; i < p.width; i += THREADS) {
+    out[i] = from_f32<Out>(to_f32(x[i]) * scale * to_f32(weight[i]));
+  }
 }
 
 bool aligned4(const Rows& rows) {
@@ -124,7 +134,9 @@ void launch_for_weight(const RmsNormArgs& args, cudaStream_t stream) {
 
 template <class In>
 void launch_for_out(const RmsNormArgs& args, cudaStream_t stream) {
-  if (args.out.dtype == Dtype::kF32) return launch_for_weight<In, float>(args, stream);
+  if (args.out.dtype == Dtype::kF32) {
+    return launch_for_weight<In, float>(args, stream);
+  }
   return launch_for_weight<In, __nv_bfloat16>(args, stream);
 }
 
@@ -133,7 +145,9 @@ void launch_for_out(const RmsNormArgs& args, cudaStream_t stream) {
 void rms_norm_cuda(const RmsNormArgs& args, void* stream) {
   MOELORA_ASSERT(args.x.dtype != Dtype::kF16 && args.out.dtype != Dtype::kF16);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.weight.data) % dtype_bytes(args.weight.dtype) == 0);
-  if (args.num_rows == 0) return;
+  if (args.num_rows == 0) {
+    return;
+  }
   if (args.x.dtype == Dtype::kF32) {
     launch_for_out<float>(args, cuda_stream(stream));
   } else {

@@ -24,7 +24,7 @@ constexpr int kMaxTileOutputs = 64;   // of one matrix
 constexpr int kRowBlock = 48;         // rows whose sums wait for `finish` together; a multiple of kPanel
 constexpr int kDirectRows = 12;       // up to here a tile is read in place
 constexpr size_t kSumsFloats = size_t{2} * kRowBlock * kMaxTileOutputs;
-constexpr size_t kPartialFloats = size_t{kMaxTileOutputs / kGroup} * kPanel * kGroup * kLanes;
+constexpr size_t kPartialFloats = size_t{kMaxTileOutputs} * kDirectRows * kLanes;
 constexpr size_t kWidenedBytes = 1u << 20;
 constexpr size_t kTileScratchBytes = (kSumsFloats + kPartialFloats) * sizeof(float) + kWidenedBytes;
 
@@ -79,6 +79,9 @@ struct Panel {
   int32_t count;
 };
 
+// Slices of k that widened tiles are done in: a panel's rows times 1024 stay in L1.
+constexpr int64_t k_slices(int64_t k) { return (k + 1023) / 1024; }
+
 // Brings memory that this worker reads later into L2, a few lines at a time between microkernels.
 struct Prefetcher {
   const uint8_t* at = nullptr;
@@ -95,55 +98,64 @@ struct TileMatrix {
   int32_t count;
   int32_t k;
   float* widened;  // [group][vector of k][4][L]
-  float* partial;
+  float* partial;  // [group][row][4][L]
   float* sums;     // [rows, kMaxTileOutputs]
 };
 
-// Sums of a block of rows with weights read in place. `ahead`: the tile that comes next.
-template <Dtype kDtype>
-HWY_INLINE void sum_direct(const TileMatrix& w, const float* const* x, int32_t rows, const uint8_t* ahead) {
-  const int64_t row_bytes = w.k * static_cast<int64_t>(dtype_bytes(kDtype));
-  for (int32_t n = 0; n < w.count; n += kGroup) {
-    const uint8_t* group[kGroup];
-    for (int o = 0; o < kGroup; ++o) group[o] = w.data + std::min(n + o, w.count - 1) * row_bytes;
-    const uint8_t* next = n + kGroup < w.count ? group[0] + kGroup * row_bytes : ahead;
-    for (int32_t p = 0; p < Panel::ceil_panels(rows); ++p) {
-      const Panel panel(p, rows);
-      const Slice slice{true, true, nullptr, w.sums + panel.begin * kMaxTileOutputs + n, kMaxTileOutputs};
-      with_rows(panel.count, [&](auto count) HWY_ATTR {
-        dot_stored<kDtype, count, false>(group, x + panel.begin, w.k, p == 0 ? next : nullptr, row_bytes, nullptr,
-                                         slice);
-      });
-    }
-  }
-}
+// kInPlace reads stored weights, kWiden also leaves them in fp32, kWidened reads what kWiden left.
+enum class Source : uint8_t { kInPlace, kWiden, kWidened };
 
-// Sums of one panel, slice of k by slice so that its rows stay in L1. kWiden: from stored weights, which it
-// leaves in w.widened; else from there.
-template <Dtype kDtype, bool kWiden>
-HWY_INLINE void sum_panel(const TileMatrix& w, const float* const* x, const Panel& panel, Prefetcher& next) {
-  const int64_t row_bytes = w.k * static_cast<int64_t>(dtype_bytes(kDtype));
+// The rows of a tile in groups of four. The last group of a count that four does not divide overlaps the one
+// before it (the same products twice, the same bits); fewer than four rows are taken one by one.
+struct Groups {
+  explicit Groups(int32_t rows) : count(rows < kGroup ? rows : (rows + kGroup - 1) / kGroup), rows_(rows) {}
+  [[nodiscard]] int32_t row(int32_t g) const { return rows_ < kGroup ? g : std::min(g * kGroup, rows_ - kGroup); }
+  [[nodiscard]] bool single() const { return rows_ < kGroup; }
+  int32_t count;
+
+ private:
+  int32_t rows_;
+};
+
+// Sums of at most kDirectRows rows. kInPlace runs over the whole of k for four weight rows at a time, as they lie
+// in memory, and reads ahead (into `ahead`, which may be null, after the last). The other two run slice of k by
+// slice, so that the slices of a panel's rows stay in L1 while the tile passes by, and drain `next`.
+template <Dtype kDtype, Source kSource>
+HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t rows, const uint8_t* ahead,
+                         Prefetcher& next) {
+  constexpr auto kBytes = static_cast<int64_t>(dtype_bytes(kDtype));
+  const Groups groups(w.count);
   const int64_t vectors = (w.k + kBlock - 1) / kBlock * 2;
-  for (int64_t at = 0; at < w.k; at += kDepth) {
-    const int64_t depth = std::min<int64_t>(w.k - at, kDepth);
-    const float* slice_x[kPanel];
-    for (int32_t r = 0; r < panel.count; ++r) slice_x[r] = x[panel.begin + r] + at;
-    for (int32_t n = 0; n < w.count; n += kGroup) {
-      next.step();
-      float* const widened = w.widened + (n * vectors + at / kLanes * kGroup) * kLanes;
-      const Slice slice{at == 0, at + depth == w.k, w.partial + static_cast<int64_t>(n) * kPanel * kLanes,
-                        w.sums + panel.begin * kMaxTileOutputs + n, kMaxTileOutputs};
-      with_rows(panel.count, [&](auto count) HWY_ATTR {
-        if constexpr (kWiden) {
-          const uint8_t* group[kGroup];
-          for (int o = 0; o < kGroup; ++o) {
-            group[o] = w.data + std::min(n + o, w.count - 1) * row_bytes + at * static_cast<int64_t>(dtype_bytes(kDtype));
+  const int32_t panels = Panel::ceil_panels(rows);
+  const int64_t slices = kSource == Source::kInPlace ? 1 : k_slices(w.k);
+  const int64_t depth = padded_k((w.k + slices - 1) / slices);
+  for (int64_t at = 0; at < w.k; at += depth) {
+    const int64_t count = std::min<int64_t>(w.k - at, depth);
+    for (int32_t g = 0; g < groups.count; ++g) {
+      const int64_t stride = groups.single() ? 0 : w.k * kBytes;
+      const StoredRows stored{w.data + groups.row(g) * w.k * kBytes + at * kBytes, stride};
+      const bool more = g + 1 < groups.count;
+      const uint8_t* following = more || ahead == nullptr ? stored.first + kGroup * stride : ahead;
+      float* const widened = w.widened + (g * vectors + at / kLanes) * kGroup * kLanes;
+      if constexpr (kSource != Source::kInPlace) next.step();
+      for (int32_t p = 0; p < panels; ++p) {
+        const Panel panel(p, rows);
+        const float* panel_x[kPanel];
+        for (int32_t r = 0; r < panel.count; ++r) panel_x[r] = x[panel.begin + r] + at;
+        const Slice slice{at == 0, at + count == w.k,
+                          w.partial + (static_cast<int64_t>(g) * rows + panel.begin) * kGroup * kLanes,
+                          w.sums + panel.begin * kMaxTileOutputs + groups.row(g), kMaxTileOutputs};
+        with_rows(panel.count, [&](auto panel_rows) HWY_ATTR {
+          if constexpr (kSource == Source::kWidened) {
+            dot_widened<panel_rows>(widened, panel_x, (count + kBlock - 1) / kBlock * 2, slice);
+          } else if constexpr (kSource == Source::kWiden) {
+            dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, slice);
+          } else {
+            const ReadAhead read{following + p * 2 * stride, p == 0, panels == 1};
+            dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, slice);
           }
-          dot_stored<kDtype, count, true>(group, slice_x, depth, nullptr, 0, widened, slice);
-        } else {
-          dot_widened<count>(widened, slice_x, (depth + kBlock - 1) / kBlock * 2, slice);
-        }
-      });
+        });
+      }
     }
   }
 }
@@ -157,7 +169,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
   float* const sums[2] = {first_sums, first_sums + kSumsFloats / 2};
   float* const partial = first_sums + kSumsFloats;
   float* const widened = partial + kPartialFloats;
-  const int64_t matrix_floats = static_cast<int64_t>((w.count + 3) / 4 * 4) * padded_k(k);
+  const int64_t matrix_floats = Groups(w.count).count * kGroup * padded_k(k);
   const bool direct = rows.count <= kDirectRows ||
                       matrix_floats * w.matrices * static_cast<int64_t>(sizeof(float)) >
                           static_cast<int64_t>(kWidenedBytes);
@@ -167,7 +179,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
     const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
     next = {ahead, ahead + bytes, 0};
     next.lines_a_call =
-        bytes / 64 / (Panel::ceil_panels(rows.count) * ((k + kDepth - 1) / kDepth) * ((w.count + 3) / 4)) + 1;
+        bytes / 64 / (Panel::ceil_panels(rows.count) * k_slices(k) * Groups(w.count).count) + 1;
   }
   for (int32_t b = 0; b < blocks; ++b) {
     const int32_t begin = b * rows.count / blocks;
@@ -175,16 +187,17 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
     const float* x[kRowBlock];
     for (int32_t r = 0; r < count; ++r) x[r] = rows.row(begin + r);
     for (int32_t m = 0; m < w.matrices; ++m) {
-      const TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, partial, sums[m]};
-      if (direct) {
-        sum_direct<kDtype>(matrix, x, count, m + 1 < w.matrices ? w.data[m + 1] : ahead);
-        continue;
-      }
-      for (int32_t p = 0; p < Panel::ceil_panels(count); ++p) {
-        if (b == 0 && p == 0) {
-          sum_panel<kDtype, true>(matrix, x, Panel(p, count), next);
+      TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, partial, sums[m]};
+      const int32_t step = direct ? kDirectRows : kPanel;
+      for (int32_t r = 0; r < count; r += step, matrix.sums += step * kMaxTileOutputs) {
+        const int32_t step_rows = std::min(step, count - r);
+        if (direct) {
+          sum_rows<kDtype, Source::kInPlace>(matrix, x + r, step_rows,
+                                             m + 1 < w.matrices ? w.data[m + 1] : ahead, next);
+        } else if (b == 0 && r == 0) {
+          sum_rows<kDtype, Source::kWiden>(matrix, x + r, step_rows, nullptr, next);
         } else {
-          sum_panel<kDtype, false>(matrix, x, Panel(p, count), next);
+          sum_rows<kDtype, Source::kWidened>(matrix, x + r, step_rows, nullptr, next);
         }
       }
     }

@@ -19,26 +19,34 @@ LoraRow finish(const LoraBatch& lora, int32_t row, int32_t slot, const LoraRecor
   result.table = &lora.table;
   result.record = record;
   result.slot = slot;
-  if (record != nullptr) result.scale = lora.row_scale[row] * record->scale;
+  if (record != nullptr) {
+    result.scale = lora.row_scale[row] * record->scale;
+  }
   return result;
 }
 
 }  // namespace
 
 LoraRow lora_row_dense(const LoraBatch* lora, int32_t row, int32_t layer, LoraModule module) {
-  if (lora == nullptr || lora->num_rows == 0 || module == LoraModule::kNone) return {};
+  if (lora == nullptr || lora->num_rows == 0 || module == LoraModule::kNone) {
+    return {};
+  }
   const int32_t slot = lora->row_slot[row];
   return finish(*lora, row, slot, lora->table.dense(slot, layer, module));
 }
 
 LoraRow lora_row_expert(const LoraBatch* lora, int32_t row, int32_t layer, int32_t expert, ExpertModule module) {
-  if (lora == nullptr || lora->num_rows == 0) return {};
+  if (lora == nullptr || lora->num_rows == 0) {
+    return {};
+  }
   const int32_t slot = lora->row_slot[row];
   return finish(*lora, row, slot, lora->table.expert(slot, layer, expert, module));
 }
 
 void check_lora_scratch(const LoraBatch* lora, const Stream& stream, size_t count) {
-  if (lora == nullptr || lora->num_rows == 0) return;
+  if (lora == nullptr || lora->num_rows == 0) {
+    return;
+  }
   MOELORA_ASSERT(stream.scratch_bytes() >= count * static_cast<size_t>(lora->max_rank) * sizeof(float));
 }
 
@@ -56,7 +64,9 @@ void lora_shrink_reference(const LoraRow& row, const float* x, int32_t k, float*
 }
 
 float lora_expand_reference(const LoraRow& row, const float* shrunk, int32_t n, float y) {
-  if (!row.active()) return y;
+  if (!row.active()) {
+    return y;
+  }
   const int32_t panels = ceil_div(row.record->rank, kTileRanks);
   double sum = 0.0;
   for (int32_t r = 0; r < row.record->rank; ++r) {

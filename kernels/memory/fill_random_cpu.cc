@@ -39,7 +39,9 @@ inline __attribute__((always_inline)) void round_bf16(const float* values, uint1
 }
 
 inline __attribute__((always_inline)) void round_f16(const float* values, uint16_t* out) {
-  for (int32_t i = 0; i < kBlock; ++i) out[i] = std::bit_cast<uint16_t>(static_cast<_Float16>(values[i]));
+  for (int32_t i = 0; i < kBlock; ++i) {
+    out[i] = std::bit_cast<uint16_t>(static_cast<_Float16>(values[i]));
+  }
 }
 
 // Elements [begin, end) of the whole array; begin is a multiple of kBlock.
@@ -66,7 +68,9 @@ inline __attribute__((always_inline)) void fill_range(const FillRandomArgs& args
   }
 }
 
-void fill_portable(const FillRandomArgs& args, int64_t begin, int64_t end) { fill_range(args, begin, end); }
+void fill_portable(const FillRandomArgs& args, int64_t begin, int64_t end) {
+  fill_range(args, begin, end);
+}
 
 #if defined(__x86_64__)
 __attribute__((target("avx2,f16c"))) void fill_avx2(const FillRandomArgs& args, int64_t begin, int64_t end) {
@@ -79,7 +83,9 @@ __attribute__((target("avx2,f16c"))) void fill_avx2(const FillRandomArgs& args, 
 void fill_random_cpu(const FillRandomArgs& args, Stream& stream) {
   auto* fill = fill_portable;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) fill = fill_avx2;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    fill = fill_avx2;
+  }
 #endif
   const int64_t chunks = (args.count + kChunk - 1) / kChunk;
   stream.parallel_for(static_cast<size_t>(chunks), [&](size_t chunk, int) {

@@ -25,7 +25,9 @@ void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream) {
         const int64_t pair = t * args.top_k + j;
         sum += args.weights[pair] * down[args.order.pair_position[pair] * args.down.stride + i];
       }
-      if (shared != nullptr) sum += gate * shared[t * args.shared.stride + i];
+      if (shared != nullptr) {
+        sum += gate * shared[t * args.shared.stride + i];
+      }
       to[i] += sum;
     }
   });

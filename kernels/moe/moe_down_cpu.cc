@@ -24,7 +24,9 @@ void moe_down_cpu(const MoeDownArgs& args, Stream& stream) {
     float* to = out + static_cast<int64_t>(i) * args.out.stride;
     auto* shrunk = reinterpret_cast<float*>(stream.scratch(worker));
     const LoraRow lora = lora_row_expert(args.lora, row, args.layer, expert, ExpertModule::kDown);
-    if (lora.active()) lora_shrink_reference(lora, from, down.cols, shrunk);
+    if (lora.active()) {
+      lora_shrink_reference(lora, from, down.cols, shrunk);
+    }
     for (int32_t n = 0; n < down.rows; ++n) {
       const float y = dot_reference(down.data[expert], down.dtype, args.compute, n, from, down.cols);
       to[n] = lora_expand_reference(lora, shrunk, n, y);

@@ -23,7 +23,9 @@ struct Projection {
 Projection begin_projection(const MoeGateUpArgs& args, const ExpertWeights& weights, ExpertModule module,
                             int32_t expert, int32_t row, const float* x, float* shrunk) {
   const LoraRow lora = lora_row_expert(args.lora, row, args.layer, expert, module);
-  if (lora.active()) lora_shrink_reference(lora, x, weights.cols, shrunk);
+  if (lora.active()) {
+    lora_shrink_reference(lora, x, weights.cols, shrunk);
+  }
   return {weights, weights.data[expert], lora, shrunk};
 }
 

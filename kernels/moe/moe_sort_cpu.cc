@@ -11,9 +11,13 @@ namespace {
 
 // Fills rows[0..T) with the row numbers in order of (slot, row).
 void order_rows(const MoeSortArgs& args, int32_t* rows) {
-  for (int32_t t = 0; t < args.num_rows; ++t) rows[t] = t;
+  for (int32_t t = 0; t < args.num_rows; ++t) {
+    rows[t] = t;
+  }
   const int32_t* slot = args.row_slot;
-  if (slot == nullptr || std::is_sorted(slot, slot + args.num_rows)) return;
+  if (slot == nullptr || std::is_sorted(slot, slot + args.num_rows)) {
+    return;
+  }
   std::sort(rows, rows + args.num_rows,
             [slot](int32_t a, int32_t b) { return slot[a] != slot[b] ? slot[a] < slot[b] : a < b; });
 }
@@ -22,8 +26,12 @@ void order_rows(const MoeSortArgs& args, int32_t* rows) {
 void count_experts(const MoeSortArgs& args, int32_t pairs) {
   int32_t* begin = args.order.expert_begin;
   std::fill(begin, begin + args.num_experts + 1, 0);
-  for (int32_t p = 0; p < pairs; ++p) ++begin[args.ids[p] + 1];
-  for (int32_t e = 0; e < args.num_experts; ++e) begin[e + 1] += begin[e];
+  for (int32_t p = 0; p < pairs; ++p) {
+    ++begin[args.ids[p] + 1];
+  }
+  for (int32_t e = 0; e < args.num_experts; ++e) {
+    begin[e + 1] += begin[e];
+  }
 }
 
 // Leaves expert_begin[e] at the end of expert e, which is the begin of e + 1.
@@ -44,7 +52,9 @@ void find_segments(const MoeSortArgs& args) {
   for (int32_t e = 0; e < args.num_experts; ++e) {
     for (int32_t i = order.expert_begin[e]; i < order.expert_begin[e + 1]; ++i) {
       const int32_t slot = args.row_slot != nullptr ? args.row_slot[order.pair_row[i]] : 0;
-      if (i != order.expert_begin[e] && slot == order.segment_slot[segments - 1]) continue;
+      if (i != order.expert_begin[e] && slot == order.segment_slot[segments - 1]) {
+        continue;
+      }
       order.segment_begin[segments] = i;
       order.segment_expert[segments] = e;
       order.segment_slot[segments] = slot;

@@ -30,7 +30,9 @@ void softmax(const float* logits, const RouterTopkArgs& args, float* weights) {
   const float* over = args.renormalize ? weights : logits;
   const int32_t count = args.renormalize ? args.top_k : args.num_experts;
   double sum = 0.0;
-  for (int32_t i = 0; i < count; ++i) sum += static_cast<double>(std::exp(over[i] - largest));
+  for (int32_t i = 0; i < count; ++i) {
+    sum += static_cast<double>(std::exp(over[i] - largest));
+  }
   for (int32_t j = 0; j < args.top_k; ++j) {
     weights[j] = static_cast<float>(static_cast<double>(std::exp(weights[j] - largest)) / sum);
   }
@@ -49,7 +51,9 @@ void router_topk_cpu(const RouterTopkArgs& args, Stream& stream) {
       softmax(from, args, weights);
     } else {
       // A poisoned row must reach the sampler as NaN, whichever experts it lost.
-      for (int32_t j = 0; j < args.top_k; ++j) weights[j] = std::numeric_limits<float>::quiet_NaN();
+      for (int32_t j = 0; j < args.top_k; ++j) {
+        weights[j] = std::numeric_limits<float>::quiet_NaN();
+      }
     }
   });
 }

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tokens of one row that may still be drawn, in order of rising id, and the cuts that shorten the list. top-k and
-// top-p both keep a prefix of the order (logit falling, id rising); the prefix is found by radix selection over the bits
-// of the logit, three passes at most over what is left, so nothing is sorted and ties come out exactly.
-// Used by sample_tokens_cpu.cc alone; the arrays are the worker's scratch.
+// top-p both keep a prefix of the order (logit falling, id rising); the prefix is found by radix selection over the
+// bits of the logit, three passes at most over what is left, so nothing is sorted and ties come out exactly. Used by
+// sample_tokens_cpu.cc alone; the arrays are the worker's scratch.
 #pragma once
 
 #include <cstddef>

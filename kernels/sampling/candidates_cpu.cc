@@ -28,7 +28,9 @@ template <class Keep>
 void compact(Candidates& list, const Keep& keep) {
   int32_t kept = 0;
   for (int32_t i = 0; i < list.count; ++i) {
-    if (keep(i)) move_candidate(list, i, kept++);
+    if (keep(i)) {
+      move_candidate(list, i, kept++);
+    }
   }
   list.count = kept;
 }
@@ -48,17 +50,25 @@ void keep_prefix(Candidates& list, double target, const Mass& mass) {
     double histogram[1 << 11] = {};
     for (int32_t i = 0; i < list.count; ++i) {
       const uint32_t key = ordered_bits(list.logits[i]);
-      if (level != 0 && (key >> (shift + kBits[level])) != prefix) continue;
+      if (level != 0 && (key >> (shift + kBits[level])) != prefix) {
+        continue;
+      }
       histogram[(key >> shift) & (bins - 1)] += mass(i);
     }
     uint32_t bin = bins - 1;
-    for (; bin > 0 && above + histogram[bin] < target; --bin) above += histogram[bin];
+    for (; bin > 0 && above + histogram[bin] < target; --bin) {
+      above += histogram[bin];
+    }
     prefix = (prefix << kBits[level]) | bin;
     compact(list, [&](int32_t i) { return (ordered_bits(list.logits[i]) >> shift) >= prefix; });
   }
   compact(list, [&](int32_t i) {
-    if (ordered_bits(list.logits[i]) != prefix) return true;
-    if (above >= target) return false;
+    if (ordered_bits(list.logits[i]) != prefix) {
+      return true;
+    }
+    if (above >= target) {
+      return false;
+    }
     above += mass(i);
     return true;
   });
@@ -66,14 +76,18 @@ void keep_prefix(Candidates& list, double target, const Mass& mass) {
 
 double total_weight(const Candidates& list) {
   double total = 0.0;
-  for (int32_t i = 0; i < list.count; ++i) total += static_cast<double>(list.weights[i]);
+  for (int32_t i = 0; i < list.count; ++i) {
+    total += static_cast<double>(list.weights[i]);
+  }
   return total;
 }
 
 }  // namespace
 
 void keep_top_k(Candidates& list, int32_t k) {
-  if (k >= list.count) return;
+  if (k >= list.count) {
+    return;
+  }
   keep_prefix(list, static_cast<double>(k), [](int32_t) { return 1.0; });
 }
 
@@ -91,10 +105,14 @@ int32_t draw_candidate(const Candidates& list, double uniform) {
   double sum = 0.0;
   int32_t last = list.ids[0];
   for (int32_t i = 0; i < list.count; ++i) {
-    if (list.weights[i] <= 0.0f) continue;
+    if (list.weights[i] <= 0.0f) {
+      continue;
+    }
     sum += static_cast<double>(list.weights[i]);
     last = list.ids[i];
-    if (sum > target) break;
+    if (sum > target) {
+      break;
+    }
   }
   return last;
 }

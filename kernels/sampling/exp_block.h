@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// exp of many fp32 values, for the softmax over a vocabulary: range reduction by ln 2 and a polynomial, within two units
-// in the last place, in loops of a fixed length that compilers vectorise. Below -87 the result is 0.
+// exp of many fp32 values, for the softmax over a vocabulary: range reduction by ln 2 and a polynomial, within two
+// units in the last place, in loops of a fixed length that compilers vectorise. Below -87 the result is 0.
 #pragma once
 
 #include <algorithm>
@@ -38,9 +38,13 @@ inline void exp_scaled(const float* x, int32_t count, float subtract, float divi
   constexpr int32_t kBlock = 64;
   int32_t at = 0;
   for (; at + kBlock <= count; at += kBlock) {
-    for (int32_t i = 0; i < kBlock; ++i) out[at + i] = exp_fast((x[at + i] - subtract) / divide);
+    for (int32_t i = 0; i < kBlock; ++i) {
+      out[at + i] = exp_fast((x[at + i] - subtract) / divide);
+    }
   }
-  for (; at < count; ++at) out[at] = exp_fast((x[at] - subtract) / divide);
+  for (; at < count; ++at) {
+    out[at] = exp_fast((x[at] - subtract) / divide);
+  }
 }
 
 }  // namespace moelora

@@ -36,7 +36,9 @@ Best find_best(const float* logits, int32_t count) {
     if (begin + kBlock <= count) {
       float lanes[kLanes];
       uint32_t unordered[kLanes] = {};
-      for (float& lane : lanes) lane = kLowest;
+      for (float& lane : lanes) {
+        lane = kLowest;
+      }
       for (int32_t at = begin; at < begin + kBlock; at += kLanes) {
         for (int32_t lane = 0; lane < kLanes; ++lane) {
           const float value = logits[at + lane];
@@ -44,8 +46,12 @@ Best find_best(const float* logits, int32_t count) {
           unordered[lane] |= value != value ? 1u : 0u;
         }
       }
-      for (float lane : lanes) block_best = lane > block_best ? lane : block_best;
-      for (uint32_t lane : unordered) nans |= lane;
+      for (float lane : lanes) {
+        block_best = lane > block_best ? lane : block_best;
+      }
+      for (uint32_t lane : unordered) {
+        nans |= lane;
+      }
     } else {
       for (int32_t at = begin; at < count; ++at) {
         block_best = logits[at] > block_best ? logits[at] : block_best;
@@ -58,9 +64,13 @@ Best find_best(const float* logits, int32_t count) {
     }
   }
   best.usable = nans == 0 && std::isfinite(best.logit);
-  if (!best.usable) return best;
+  if (!best.usable) {
+    return best;
+  }
   best.id = best_begin;
-  while (logits[best.id] != best.logit) ++best.id;
+  while (logits[best.id] != best.logit) {
+    ++best.id;
+  }
   return best;
 }
 
@@ -72,11 +82,15 @@ bool penalised(const SampleRow& row) {
 void penalise(const SampleRow& row, int32_t count, float* logits) {
   for (int32_t v = 0; v < count; ++v) {
     const uint16_t state = row.token_state[v];
-    if (state == 0) continue;
+    if (state == 0) {
+      continue;
+    }
     const int32_t in_output = state & 0x7fff;
     float logit = logits[v];
     logit = logit > 0.0f ? logit / row.repetition_penalty : logit * row.repetition_penalty;
-    if (in_output > 0) logit -= row.presence_penalty + static_cast<float>(in_output) * row.frequency_penalty;
+    if (in_output > 0) {
+      logit -= row.presence_penalty + static_cast<float>(in_output) * row.frequency_penalty;
+    }
     logits[v] = logit;
   }
 }
@@ -93,10 +107,16 @@ int32_t draw(const SampleRow& row, const float* logits, int32_t count, float lar
     list.logits[v] = logits[v];
     list.ids[v] = v;
   }
-  if (row.top_k > 0) keep_top_k(list, row.top_k);
+  if (row.top_k > 0) {
+    keep_top_k(list, row.top_k);
+  }
   exp_scaled(list.logits, list.count, largest, row.temperature, list.weights);
-  if (row.min_p > 0.0f) keep_weight_at_least(list, row.min_p);
-  if (row.top_p < 1.0f) keep_top_p(list, static_cast<double>(row.top_p));
+  if (row.min_p > 0.0f) {
+    keep_weight_at_least(list, row.min_p);
+  }
+  if (row.top_p < 1.0f) {
+    keep_top_p(list, static_cast<double>(row.top_p));
+  }
   return draw_candidate(list, philox_uniform(row.seed, row.draw_index));
 }
 
@@ -104,16 +124,22 @@ void report_logprobs(const SampleRow& row, const float* logits, int32_t count, f
                      SampleOutput& output) {
   exp_scaled(logits, count, largest, 1.0f, scratch.weights);
   double sum = 0.0;
-  for (int32_t v = 0; v < count; ++v) sum += static_cast<double>(scratch.weights[v]);
+  for (int32_t v = 0; v < count; ++v) {
+    sum += static_cast<double>(scratch.weights[v]);
+  }
   const double log_total = static_cast<double>(largest) + std::log(sum);
   const float own = logits[output.token];
   int32_t better = 0;
-  for (int32_t v = 0; v < count; ++v) better += logits[v] > own || (logits[v] == own && v < output.token) ? 1 : 0;
+  for (int32_t v = 0; v < count; ++v) {
+    better += logits[v] > own || (logits[v] == own && v < output.token) ? 1 : 0;
+  }
   output.rank = better + 1;
   output.logprob = static_cast<float>(static_cast<double>(own) - log_total);
   const int32_t wanted = row.num_top_logprobs < kMaxTopLogprobs ? row.num_top_logprobs : kMaxTopLogprobs;
   TopList top(wanted < count ? wanted : count, output.top_logprobs, output.top_ids);
-  for (int32_t v = 0; v < count; ++v) top.offer(logits[v], v);
+  for (int32_t v = 0; v < count; ++v) {
+    top.offer(logits[v], v);
+  }
   for (int32_t i = 0; i < top.count(); ++i) {
     output.top_logprobs[i] = static_cast<float>(static_cast<double>(output.top_logprobs[i]) - log_total);
   }
@@ -124,20 +150,30 @@ void sample_row(const SampleRow& row, const float* logits, int32_t count, const 
   output.token = -1;
   output.status = 1;
   const Best raw = find_best(logits, count);
-  if (!raw.usable) return;
+  if (!raw.usable) {
+    return;
+  }
   Best best = raw;
   const float* adjusted = logits;
   if (penalised(row) || row.num_suppressed > 0) {
     std::memcpy(scratch.logits, logits, static_cast<size_t>(count) * sizeof(float));
-    for (int32_t i = 0; i < row.num_suppressed; ++i) scratch.logits[row.suppressed[i]] = kLowest;
-    if (penalised(row)) penalise(row, count, scratch.logits);
+    for (int32_t i = 0; i < row.num_suppressed; ++i) {
+      scratch.logits[row.suppressed[i]] = kLowest;
+    }
+    if (penalised(row)) {
+      penalise(row, count, scratch.logits);
+    }
     adjusted = scratch.logits;
     best = find_best(adjusted, count);
-    if (!best.usable) return;
+    if (!best.usable) {
+      return;
+    }
   }
   output.status = 0;
   output.token = row.temperature == 0.0f ? best.id : draw(row, adjusted, count, best.logit, scratch);
-  if (row.num_top_logprobs >= 0) report_logprobs(row, logits, count, raw.logit, scratch, output);
+  if (row.num_top_logprobs >= 0) {
+    report_logprobs(row, logits, count, raw.logit, scratch, output);
+  }
 }
 
 }  // namespace

@@ -22,31 +22,32 @@ constexpr size_t kConfigBytesMax = size_t{16} << 20;
 // 64-bit hash over words in four independent lanes: as fast as memory, where a byte-wise hash would take longer than
 // the load. For telling adapters apart, not against an adversary.
 uint64_t hash_bytes(const std::byte* data, size_t bytes, uint64_t seed) {
-  constexpr uint64_t kFactor = 0x9ddfea08eb382d69u;
-  uint64_t lanes[4] = {seed, seed ^ 0x9e3779b97f4a7c15u, seed ^ 0xc2b2ae3d27d4eb4fu, seed ^ 0x165667b19e3779f9u};
   const auto mix = [](uint64_t lane, uint64_t word) {
-    lane = (lane ^ word) * kFactor;
+    lane = (lane ^ word) * 0x9ddfea08eb382d69u;
     return lane ^ (lane >> 29);
+  };
+  uint64_t a = seed;
+  uint64_t b = mix(a, 1);
+  uint64_t c = mix(b, 2);
+  uint64_t d = mix(c, 3);
+  const auto add = [&](const std::byte* block) {
+    uint64_t words[4];
+    std::memcpy(words, block, sizeof words);
+    a = mix(a, words[0]);
+    b = mix(b, words[1]);
+    c = mix(c, words[2]);
+    d = mix(d, words[3]);
   };
   size_t at = 0;
   for (; at + 32 <= bytes; at += 32) {
-    uint64_t words[4];
-    std::memcpy(words, data + at, sizeof words);
-    for (size_t i = 0; i < 4; ++i) {
-      lanes[i] = mix(lanes[i], words[i]);
-    }
+    add(data + at);
   }
   std::byte tail[32] = {};
   if (bytes > at) {
     std::memcpy(tail, data + at, bytes - at);
   }
-  uint64_t words[4];
-  std::memcpy(words, tail, sizeof words);
-  uint64_t hash = mix(seed, bytes);
-  for (size_t i = 0; i < 4; ++i) {
-    hash = mix(hash, mix(lanes[i], words[i]));
-  }
-  return hash;
+  add(tail);
+  return mix(mix(mix(mix(bytes, a), b), c), d);
 }
 
 std::string stored_dtype(const std::vector<AdapterPair>& pairs) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <type_traits>
 
 #include "kernels/base/error.h"
 
@@ -55,19 +56,21 @@ void store(float* out, Stored value) {
   *out = to_float(value);
 }
 
-inline bool all_finite(const uint16_t* tile) {
-  uint32_t bad = 0;
-  for (int32_t i = 0; i < kTileElements; ++i) {
-    bad |= static_cast<uint32_t>((tile[i] & 0x7f80u) == 0x7f80u);
+// Whether all exponents of a tile are below their largest value. Word by word: the mask keeps the exponent of each
+// element, and adding its lowest bit carries into the sign's place only if all bits are set.
+template <class Packed>
+bool all_finite(const Packed* tile) {
+  constexpr bool kHalf = sizeof(Packed) == 2;
+  constexpr uint64_t kExponent = kHalf ? 0x7f807f807f807f80u : 0x7f8000007f800000u;
+  constexpr uint64_t kLowest = kHalf ? 0x0080008000800080u : 0x0080000000800000u;
+  constexpr uint64_t kCarry = kHalf ? 0x8000800080008000u : 0x8000000080000000u;
+  uint64_t bad = 0;
+  for (size_t i = 0; i < kTileElements * sizeof(Packed) / sizeof(uint64_t); ++i) {
+    uint64_t word;
+    std::memcpy(&word, reinterpret_cast<const std::byte*>(tile) + i * sizeof word, sizeof word);
+    bad |= (word & kExponent) + kLowest;
   }
-  return bad == 0;
-}
-inline bool all_finite(const float* tile) {
-  uint32_t bad = 0;
-  for (int32_t i = 0; i < kTileElements; ++i) {
-    bad |= static_cast<uint32_t>((std::bit_cast<uint32_t>(tile[i]) & 0x7f800000u) == 0x7f800000u);
-  }
-  return bad == 0;
+  return (bad & kCarry) == 0;
 }
 
 struct TileSource {
@@ -78,35 +81,53 @@ struct TileSource {
   int32_t columns;  // of 64
 };
 
-// `outer` runs of `inner` elements, 8 elements apart in the core matrix.
+// Runs of up to 8 elements that lie together in the tile. Whole runs have loops with a count the compiler knows; those
+// that need no conversion are copied.
+struct Runs {
+  const std::byte* data;
+  int64_t run_stride;
+  int64_t step;  // between the elements of a run
+  int32_t count;
+  int32_t length;
+};
+
 template <class Stored, class Packed>
-void pack_core(const std::byte* data, int64_t outer_stride, int64_t inner_stride, int32_t outer, int32_t inner,
-               Packed* core) {
-  if (outer == 8 && inner == 8 && inner_stride == 1) {
-    for (int32_t i = 0; i < 8; ++i) {
+void pack_runs(const Runs& runs, Packed* out, int32_t out_stride) {
+  constexpr bool kSame = sizeof(Stored) == sizeof(Packed) && !std::is_same_v<Stored, F16>;
+  for (int32_t i = 0; i < runs.count; ++i) {
+    const std::byte* run = runs.data + i * runs.run_stride * static_cast<int64_t>(sizeof(Stored));
+    Packed* to = out + i * out_stride;
+    if (runs.length == 8 && runs.step == 1 && kSame) {
+      std::memcpy(to, run, 8 * sizeof(Packed));
+    } else if (runs.length == 8 && runs.step == 1) {
       for (int32_t j = 0; j < 8; ++j) {
-        store(core + i * 8 + j, load<Stored>(data, i * outer_stride + j));
+        store(to + j, load<Stored>(run, j));
       }
-    }
-    return;
-  }
-  for (int32_t i = 0; i < outer; ++i) {
-    for (int32_t j = 0; j < inner; ++j) {
-      store(core + i * 8 + j, load<Stored>(data, i * outer_stride + j * inner_stride));
+    } else if (runs.length == 8) {
+      for (int32_t j = 0; j < 8; ++j) {
+        store(to + j, load<Stored>(run, j * runs.step));
+      }
+    } else {
+      for (int32_t j = 0; j < runs.length; ++j) {
+        store(to + j, load<Stored>(run, j * runs.step));
+      }
     }
   }
 }
 
 template <class Stored, class Packed>
 bool pack_tile(const TileSource& source, bool is_a, Packed* tile) {
-  for (int32_t column = 0; column < source.columns; column += 8) {
-    const std::byte* data = source.data + column * source.column_stride * static_cast<int64_t>(sizeof(Stored));
-    const int32_t columns = std::min(8, source.columns - column);
-    Packed* core = tile + column * kTileRanks;
-    if (is_a) {
-      pack_core<Stored>(data, source.rank_stride, source.column_stride, source.ranks, columns, core);
-    } else {
-      pack_core<Stored>(data, source.column_stride, source.rank_stride, columns, source.ranks, core);
+  if (!is_a) {  // a run is an output's ranks
+    pack_runs<Stored>({source.data, source.column_stride, source.rank_stride, source.columns, source.ranks}, tile, 8);
+    return all_finite(tile);
+  }
+  const int32_t whole = source.columns / 8;  // a run is 8 columns of a rank
+  for (int32_t i = 0; i < source.ranks; ++i) {
+    const std::byte* row = source.data + i * source.rank_stride * static_cast<int64_t>(sizeof(Stored));
+    pack_runs<Stored>({row, 8 * source.column_stride, source.column_stride, whole, 8}, tile + i * 8, 64);
+    if (source.columns > whole * 8) {
+      const std::byte* rest = row + whole * 8 * source.column_stride * static_cast<int64_t>(sizeof(Stored));
+      pack_runs<Stored>({rest, 0, source.column_stride, 1, source.columns - whole * 8}, tile + whole * 64 + i * 8, 64);
     }
   }
   return all_finite(tile);

@@ -65,6 +65,10 @@ void CompletionQueue::expect(int count) {
 
 void CompletionQueue::push(const Event& event, std::shared_ptr<std::atomic<bool>> taken) {
   const std::lock_guard<std::mutex> lock(mutex_);
+  push_locked(event, std::move(taken));
+}
+
+void CompletionQueue::push_locked(const Event& event, std::shared_ptr<std::atomic<bool>> taken) {
   if (closed_) return;
   if (size_ == ring_.size()) grow(size_ + 1);
   Slot& slot = ring_[(first_ + size_) % ring_.size()];
@@ -99,13 +103,11 @@ size_t CompletionQueue::wait(int32_t timeout_ms, Event* events, size_t capacity,
 }
 
 void CompletionQueue::wake() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = 0; i < size_; ++i) {
-      if (ring_[(first_ + i) % ring_.size()].event.kind == EventKind::kWake) return;
-    }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (size_t i = 0; i < size_; ++i) {
+    if (ring_[(first_ + i) % ring_.size()].event.kind == EventKind::kWake) return;
   }
-  push(Event{});
+  push_locked(Event{}, nullptr);
 }
 
 void CompletionQueue::close() {

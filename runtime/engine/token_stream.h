@@ -53,6 +53,7 @@ class CompletionQueue {
     Event event;
     std::shared_ptr<std::atomic<bool>> taken;
   };
+  void push_locked(const Event& event, std::shared_ptr<std::atomic<bool>> taken);
   void grow(size_t capacity);
   void signal();
   std::mutex mutex_;

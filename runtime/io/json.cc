@@ -42,6 +42,10 @@ size_t utf8_sequence(const std::string& text, size_t at) {
   return length;
 }
 
+constexpr size_t kFewKeys = 16;
+constexpr size_t kFewEntries = 4;
+constexpr size_t kEntryBytes = 100;  // about the least that one tensor takes in a safetensors header
+
 // Receives the events of nlohmann's parser and builds the document.
 class Builder : public nlohmann::json_sax<Json> {
  public:
@@ -64,7 +68,7 @@ class Builder : public nlohmann::json_sax<Json> {
   bool key(string_t& v) override {
     Level& level = levels_.back();
     level.key = v;
-    if (!level.seen.insert(v).second) fail(fmt::format("key '{}' is given twice in one object", printable(v)));
+    if (is_repeated(level)) fail(fmt::format("key '{}' is given twice in one object", printable(v)));
     return true;
   }
 
@@ -91,7 +95,7 @@ class Builder : public nlohmann::json_sax<Json> {
   struct Level {
     Json* container;
     std::string key;                       // last key read, for messages and for the value that follows
-    std::unordered_set<std::string> seen;  // empty for arrays
+    std::unordered_set<std::string> seen;  // of objects with more than kFewKeys keys
   };
 
   [[noreturn]] void fail(const std::string& what) const {
@@ -102,6 +106,18 @@ class Builder : public nlohmann::json_sax<Json> {
     }
     throw Error(Status::kCorrupt, place.empty() ? fmt::format("{}: {}", source_, what)
                                                 : fmt::format("{}: {} (at '{}')", source_, what, printable(place)));
+  }
+
+  // Whether the object already has the key that was just read. Most objects are small: a set would only slow them.
+  static bool is_repeated(Level& level) {
+    const auto& object = level.container->get_ref<const Json::object_t&>();
+    if (object.size() < kFewKeys) {
+      return std::any_of(object.begin(), object.end(), [&](const auto& item) { return item.first == level.key; });
+    }
+    if (level.seen.empty()) {
+      for (const auto& item : object) level.seen.insert(item.first);
+    }
+    return !level.seen.insert(level.key).second;
   }
 
   Json* append(Json&& v) {
@@ -129,6 +145,10 @@ class Builder : public nlohmann::json_sax<Json> {
   bool open(Json&& empty) {
     if (levels_.size() >= kJsonDepthMax) fail(fmt::format("nested deeper than {} levels", kJsonDepthMax));
     Json* container = append(std::move(empty));
+    // Growing an object copies its entries. A safetensors header is one object of up to tens of thousands of them.
+    if (container->is_object()) {
+      container->get_ref<Json::object_t&>().reserve(levels_.empty() ? text_.size() / kEntryBytes : kFewEntries);
+    }
     levels_.push_back({container, {}, {}});
     return true;
   }

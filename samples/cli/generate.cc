@@ -134,7 +134,7 @@ void add_generate(CLI::App& app, int* exit_code) {
   add_engine_flags(*command, flags->engine, true);
   command->add_option("--tokens", flags->tokens, "token ids, separated by commas or spaces");
   command->add_option("--tokens-file", flags->tokens_file, "file of token ids");
-  command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->expected(1);
+  command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->allow_extra_args(false);
   command->add_flag("--base", flags->base, "answer with the base model too");
   command->add_option("--scale", flags->scale, "factor on the scale of the adapters");
   command->add_option("--max-tokens", flags->sampling.max_tokens);

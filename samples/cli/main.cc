@@ -19,7 +19,7 @@ void add_engine_flags(CLI::App& command, EngineFlags& flags, bool model_required
   command.add_option("--threads", flags.threads, "worker threads; 0: one a core")->check(CLI::NonNegativeNumber);
   command.add_flag("--deterministic", flags.deterministic, "a row's bits do not depend on its neighbours");
   command.add_option("--options", flags.options_file, "TOML file of engine options");
-  command.add_option("--set", flags.settings, "engine option KEY=VALUE; may be repeated")->expected(1);
+  command.add_option("--set", flags.settings, "engine option KEY=VALUE; may be repeated")->allow_extra_args(false);
 }
 
 }  // namespace moelora_cli

@@ -237,7 +237,7 @@ void add_run(CLI::App& app, int* exit_code) {
   add_engine_flags(*command, flags->engine, true);
   command->add_option("--input", flags->input, "file of requests; -: standard input");
   command->add_option("--output", flags->output, "file of answers; -: standard output");
-  command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->expected(1);
+  command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->allow_extra_args(false);
   command->add_option("--in-flight", flags->in_flight, "most requests in the engine at once")
       ->check(CLI::Range(1, 100000));
   command->add_flag("--as-completed", flags->as_completed, "write answers as they come, not in order of input");

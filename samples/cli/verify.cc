@@ -2,7 +2,9 @@
 // moelora verify: answers the cases of a reference folder through the ordinary engine and batch path, one at a time or
 // all in one batch (--mixed), and judges logits, the adapters' deltas and greedy tokens (verify_rules.h). With
 // --mixed --deterministic the batch must also give the very bits of one at a time.
+#include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <map>
@@ -18,7 +20,7 @@ namespace {
 
 struct VerifyFlags {
   EngineFlags engine;
-  std::string dir, skip, only;
+  std::string dir, skip, only, allow;
   bool mixed = false;
   bool verbose = false;
 };
@@ -37,6 +39,7 @@ class Verifier {
       engine_flags.model = folder_.model_dir();
     }
     precision_ = precision_of(engine_flags);
+    read_allowed();
     choose();
     engine_.emplace(engine_flags);
     load_adapters();
@@ -60,6 +63,30 @@ class Verifier {
   }
 
  private:
+  // NAME=BOUND,...: a reference that is itself off, shown by other means, has its own bound on logits; it is printed.
+  void read_allowed() {
+    for (const std::string& entry : split(flags_.allow, ',')) {
+      const size_t equals = entry.find('=');
+      const std::string name = entry.substr(0, equals);
+      const bool known = std::any_of(folder_.cases.begin(), folder_.cases.end(),
+                                     [&](const Case& reference) { return reference.name == name; });
+      char* end = nullptr;
+      const double bound = equals == std::string::npos ? 0 : std::strtod(entry.c_str() + equals + 1, &end);
+      if (!known || end == nullptr || *end != '\0' || !(bound > 0)) {
+        throw Failure(MOELORA_E_INVALID, "--allow takes CASE=BOUND with a case of the folder, not '" + entry + "'");
+      }
+      allowed_[name] = bound;
+      std::printf("allowed: logits of %s to %.0e\n", name.c_str(), bound);
+    }
+  }
+
+  [[nodiscard]] Tolerances tolerances(const Case& reference) const {
+    Tolerances result = tolerances_of(precision_);
+    const auto found = allowed_.find(reference.name);
+    result.logits = found == allowed_.end() ? result.logits : found->second;
+    return result;
+  }
+
   static Precision precision_of(const EngineFlags& flags) {
     if (flags.compute == "bf16" || flags.device == "cuda") {
       return Precision::kBf16;
@@ -194,7 +221,7 @@ class Verifier {
       const auto base = reference.adapter.empty() ? outcomes.end() : find_base(outcomes, reference);
       const bool has_base = base != outcomes.end();
       const Verdict verdict = judge(reference, outcomes.at(i), has_base ? &folder_.cases[base->first] : nullptr,
-                                    has_base ? &base->second : nullptr, tolerances_of(precision_));
+                                    has_base ? &base->second : nullptr, tolerances(reference));
       note(reference, verdict);
     }
   }
@@ -259,6 +286,7 @@ class Verifier {
   std::set<std::string> skipped_names_;
   std::map<std::string, moelora_adapter> adapters_;
   std::map<std::string, std::string> refused_;
+  std::map<std::string, double> allowed_;
   Counts counts_;
   double worst_logits_ = 0, worst_delta_ = 0;
   std::string worst_logits_case_, worst_delta_case_ = "-";
@@ -275,6 +303,7 @@ void add_verify(CLI::App& app, int* exit_code) {
       ->check(CLI::ExistingDirectory);
   command->add_option("--skip", flags->skip, "NAME,... adapters not to try; counted as skipped");
   command->add_option("--only", flags->only, "NAME,... adapters to try; 'base' for the base model");
+  command->add_option("--allow", flags->allow, "CASE=BOUND,... own bounds on logits, for references known to be off");
   command->add_flag("--mixed", flags->mixed, "all cases in one batch; with --deterministic also compares bits");
   command->add_flag("--verbose", flags->verbose, "a line for each case, not only for failures");
   command->callback([flags, exit_code] { *exit_code = Verifier(*flags).run(); });

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adapters, sessions, handles and metrics through the public API.
+#include <unistd.h>
+
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <thread>
+#include <memory>
+#include <sstream>
 
 #include "tests/api/host.h"
 
@@ -383,7 +386,7 @@ TEST_CASE("sampling defaults of the model change only what it recommends") {
   const auto folder = std::filesystem::temp_directory_path() /
                       ("moelora_sampling_" + std::to_string(static_cast<unsigned long>(getpid())));
   std::filesystem::create_directories(folder);
-  std::filesystem::copy(model_dir(), folder, std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::copy(model_dir(), folder, std::filesystem::copy_options::recursive);
   std::ofstream(folder / "generation_config.json")
       << R"({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05})";
   moelora_config* config = nullptr;

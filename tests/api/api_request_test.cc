@@ -4,6 +4,8 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <map>
 
 #include "tests/api/host.h"
@@ -32,9 +34,8 @@ TEST_CASE("answers are the reference's, one at a time and mixed in one batch ove
     adapters[tag] = host.load(name);
   }
   // The first tokens; later ones may hang on a near tie.
-  constexpr size_t kCompared = 3;
   const auto head = [](std::vector<int32_t> tokens) {
-    tokens.resize(std::min(tokens.size(), kCompared));
+    tokens.resize(std::min<size_t>(tokens.size(), 3));
     return tokens;
   };
   for (const auto& [id, entry] : expected) {

@@ -30,10 +30,16 @@ struct Layer {
         weight(kHidden, kHidden, Dtype::kBf16, moe.draw),
         kv({16, 1, 32, 1, 2, Dtype::kBf16}, {40}, 8) {
     std::vector<int32_t> slots;
-    for (int32_t t = 0; t < kRows; ++t) slots.push_back(t % 3 == 0 ? 1 : 0);
+    for (int32_t t = 0; t < kRows; ++t) {
+      slots.push_back(t % 3 == 0 ? 1 : 0);
+    }
     moe.use_all(&adapters, slots, {});
-    for (int32_t t = 0; t < kRows; ++t) positions.push_back(t);
-    for (int32_t i = 0; i < 16; ++i) inv_freq.push_back(1.0f / static_cast<float>(i + 1));
+    for (int32_t t = 0; t < kRows; ++t) {
+      positions.push_back(t);
+    }
+    for (int32_t i = 0; i < 16; ++i) {
+      inv_freq.push_back(1.0f / static_cast<float>(i + 1));
+    }
   }
   std::vector<TestAdapter> make_adapters() {
     TestAdapter adapter = moe.draw_adapter({8, 5}, 7, Dtype::kBf16, true, false);
@@ -55,12 +61,12 @@ struct Layer {
     return args;
   }
   MoeGateUpArgs gate_up() {
-    return {moe.x.view(), moe.gate.view, moe.up.view, moe.order.view(), kRows,         kTopK,          kExperts,
-            MoeCase::kLayer, moe.lora,   Compute::kExact, act.view(),   scratch.data(), scratch.size()};
+    return {moe.x.view(),    moe.gate.view, moe.up.view,     moe.order.view(), kRows,          kTopK,         kExperts,
+            MoeCase::kLayer, moe.lora,      Compute::kExact, act.view(),       scratch.data(), scratch.size()};
   }
   MoeDownArgs down() {
-    return {act.view(), moe.down.view, moe.order.view(), kRows,      kTopK,          kExperts,
-            MoeCase::kLayer, moe.lora, Compute::kExact,  out.view(), scratch.data(), scratch.size()};
+    return {act.view(),      moe.down.view, moe.order.view(), kRows,      kTopK,          kExperts,
+            MoeCase::kLayer, moe.lora,      Compute::kExact,  out.view(), scratch.data(), scratch.size()};
   }
   RopeKvWriteArgs rope() {
     RopeKvWriteArgs args;
@@ -93,10 +99,10 @@ struct Layer {
   StoredMatrix weight;
   KvFixture kv;
   PoisonedBytes scratch{size_t{1} << 20};
-  PoisonedRows q{kRows, kHidden, moe.draw.floats(kRows * kHidden)};
+  PoisonedRows q{kRows, kHidden, moe.draw.floats(kRows* kHidden)};
   PoisonedRows k{kRows, 32, moe.draw.floats(kRows * 32)};
   PoisonedRows v{kRows, 32, moe.draw.floats(kRows * 32)};
-  PoisonedRows hidden{kRows, kHidden, moe.draw.floats(kRows * kHidden)};
+  PoisonedRows hidden{kRows, kHidden, moe.draw.floats(kRows* kHidden)};
   PoisonedRows act{kRows * kTopK, 64};
   PoisonedRows out{kRows * kTopK, kHidden};
   std::vector<float> inv_freq;
@@ -126,8 +132,8 @@ TEST_CASE("no op allocates") {
     CHECK(second_run([&] { kernels->rope_kv_write(rope, stream); }) == 0);
     const PagedAttentionArgs attention = layer.attention();
     CHECK(second_run([&] { kernels->paged_attention(attention, stream); }) == 0);
-    const RouterTopkArgs router = {layer.moe.x.view(), kRows, kExperts,         kTopK,
-                                   RouterScore::kSoftmax, true, layer.ids.data(), layer.weights.data()};
+    const RouterTopkArgs router = {layer.moe.x.view(),    kRows, kExperts,         kTopK,
+                                   RouterScore::kSoftmax, true,  layer.ids.data(), layer.weights.data()};
     CHECK(second_run([&] { kernels->router_topk(router, stream); }) == 0);
     const MoeSortArgs sort = {layer.moe.choice.data(), layer.moe.lora->row_slot, kRows, kTopK, kExperts,
                               layer.moe.order.view()};
@@ -136,7 +142,7 @@ TEST_CASE("no op allocates") {
     CHECK(second_run([&] { kernels->moe_gate_up(gate_up, stream); }) == 0);
     const MoeDownArgs down = layer.down();
     CHECK(second_run([&] { kernels->moe_down(down, stream); }) == 0);
-    const MoeCombineArgs combine = {layer.out.view(), layer.weights.data(), sort.order, kRows, kTopK, kHidden, {}, {},
+    const MoeCombineArgs combine = {layer.out.view(),   layer.weights.data(), sort.order, kRows, kTopK, kHidden, {}, {},
                                     layer.hidden.view()};
     CHECK(second_run([&] { kernels->moe_combine(combine, stream); }) == 0);
     const Weight norm = {layer.weight.data(), Dtype::kBf16, 1, kHidden};

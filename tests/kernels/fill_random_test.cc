@@ -43,7 +43,9 @@ TEST_CASE("fill_random depends on seed and index alone") {
     for (const Dtype dtype : {Dtype::kF16, Dtype::kBf16}) {
       const std::vector<double> rounded = filled(*kernels, many, dtype, 1001, 0.5f, 77);
       const double unit = dtype == Dtype::kF16 ? 0x1p-12 : 0x1p-9;
-      for (size_t i = 0; i < few.size(); ++i) REQUIRE(std::abs(rounded[i] - few[i]) <= unit);
+      for (size_t i = 0; i < few.size(); ++i) {
+        REQUIRE(std::abs(rounded[i] - few[i]) <= unit);
+      }
     }
     CHECK(filled(*kernels, many, Dtype::kBf16, 0, 0.5f, 77).empty());
   }
@@ -64,7 +66,9 @@ TEST_CASE("fill_random is uniform, centred and uncorrelated") {
         REQUIRE(values[i] < 2.0);
         sum += values[i];
         squares += values[i] * values[i];
-        if (i > 0) products += values[i] * values[i - 1];
+        if (i > 0) {
+          products += values[i] * values[i - 1];
+        }
       }
       // Uniform in [-2, 2): mean 0, variance 4/3; six standard errors.
       CHECK(std::abs(sum / kCount) <= 6.0 * std::sqrt(4.0 / 3.0 / kCount));

@@ -28,7 +28,9 @@ struct LinearCase {
 
   // Rows [first, first + count), parts one after the other for each row; count < 0: all.
   std::vector<float> run(const Kernels& kernels, Stream& stream, int32_t first = 0, int32_t count = -1) {
-    if (count < 0) count = num_rows;
+    if (count < 0) {
+      count = num_rows;
+    }
     std::vector<PoisonedRows> outs;
     LinearArgs args;
     args.x = x.view_from(first);
@@ -57,10 +59,14 @@ struct LinearCase {
     kernels.linear(args, stream);
     std::vector<float> result;
     for (int32_t t = 0; t < count; ++t) {
-      for (size_t p = 0; p < outs.size(); ++p) result.insert(result.end(), outs[p].row(t), outs[p].row(t) + outs[p].width());
+      for (size_t p = 0; p < outs.size(); ++p) {
+        result.insert(result.end(), outs[p].row(t), outs[p].row(t) + outs[p].width());
+      }
     }
     intact = intact && scratch.guard_intact() && x.padding_intact();
-    for (const PoisonedRows& out : outs) intact = intact && out.padding_intact();
+    for (const PoisonedRows& out : outs) {
+      intact = intact && out.padding_intact();
+    }
     return result;
   }
 
@@ -71,12 +77,17 @@ struct LinearCase {
       for (size_t p = 0; p < weights.size(); ++p) {
         const int32_t outputs = weights[p].view().rows;
         double factor = 0.0;
-        const LoraPair* pair =
-            adapters != nullptr && modules[p] != LoraModule::kNone ? adapters->dense(t, kLayer, modules[p], &factor) : nullptr;
+        const LoraPair* pair = adapters != nullptr && modules[p] != LoraModule::kNone
+                                   ? adapters->dense(t, kLayer, modules[p], &factor)
+                                   : nullptr;
         for (int32_t n = 0; n < outputs; ++n) {
           double sum = accumulate ? static_cast<double>(before[p][static_cast<size_t>(t * outputs + n)]) : 0.0;
-          if (p % 2 == 1) sum += biases[p].at(0, n);
-          if (pair != nullptr) sum += factor * pair->bias_at(n);
+          if (p % 2 == 1) {
+            sum += biases[p].at(0, n);
+          }
+          if (pair != nullptr) {
+            sum += factor * pair->bias_at(n);
+          }
           for (int32_t i = 0; i < k; ++i) {
             const double merged = weights[p].at(n, i) + (pair != nullptr ? pair->delta(n, i, factor) : 0.0);
             sum += merged * static_cast<double>(x.row(t)[i]);
@@ -90,7 +101,9 @@ struct LinearCase {
 
   [[nodiscard]] std::vector<float> rows_of(const std::vector<float>& all, int32_t first, int32_t count) const {
     int32_t width = 0;
-    for (const StoredMatrix& weight : weights) width += weight.view().rows;
+    for (const StoredMatrix& weight : weights) {
+      width += weight.view().rows;
+    }
     return {all.begin() + first * width, all.begin() + (first + count) * width};
   }
   [[nodiscard]] bool memory_intact() const { return intact; }

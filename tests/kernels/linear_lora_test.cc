@@ -23,7 +23,9 @@ std::vector<TestAdapter> adapters_of(const LinearCase& test, const std::vector<i
       const int32_t n = test.weights[p].view().rows;
       // Something in the other layer, so that a wrong layer shows.
       adapter.dense[{0, kModules[p]}] = draw_pair(draw, ranks[i], test.k, n, dtype, false);
-      if (i % 4 == p) continue;
+      if (i % 4 == p) {
+        continue;
+      }
       adapter.dense[{LinearCase::kLayer, kModules[p]}] = draw_pair(draw, ranks[i], test.k, n, dtype, i % 3 == 1);
     }
     adapters.push_back(adapter);
@@ -34,13 +36,17 @@ std::vector<TestAdapter> adapters_of(const LinearCase& test, const std::vector<i
 // Rows take slots 0, 1, ..., n, 0, ... in turn with different scales.
 std::vector<int32_t> slots_in_turn(int32_t num_rows, int32_t num_slots) {
   std::vector<int32_t> slots;
-  for (int32_t t = 0; t < num_rows; ++t) slots.push_back(t * 5 % (num_slots + 1));
+  for (int32_t t = 0; t < num_rows; ++t) {
+    slots.push_back(t * 5 % (num_slots + 1));
+  }
   return slots;
 }
 
 std::vector<float> scales(int32_t num_rows) {
   std::vector<float> result;
-  for (int32_t t = 0; t < num_rows; ++t) result.push_back(0.5f + 0.25f * static_cast<float>(t % 4));
+  for (int32_t t = 0; t < num_rows; ++t) {
+    result.push_back(0.5f + 0.25f * static_cast<float>(t % 4));
+  }
   return result;
 }
 
@@ -48,7 +54,9 @@ struct LoraCase {
   LoraCase(Dtype dtype, int32_t k, std::vector<int32_t> outputs, int32_t rows, const std::vector<int32_t>& ranks)
       : linear(dtype, k, std::move(outputs), rows, 21),
         adapters(adapters_of(linear, ranks, linear.draw), kLayers, 1, kPageGranules, 5) {
-    for (size_t p = 0; p < linear.modules.size(); ++p) linear.modules[p] = kModules[p];
+    for (size_t p = 0; p < linear.modules.size(); ++p) {
+      linear.modules[p] = kModules[p];
+    }
   }
   LinearCase linear;
   AdapterFixture adapters;
@@ -133,7 +141,9 @@ TEST_CASE("an adapted row has the same bits whatever runs beside it") {
       test.linear.lora = test.adapters.batch(std::vector<int32_t>(kRows, 3), factors);
       const std::vector<float> third = test.linear.run(*kernels, stream);
       for (int32_t t = 0; t < kRows; ++t) {
-        if (slots[static_cast<size_t>(t)] != 3) continue;
+        if (slots[static_cast<size_t>(t)] != 3) {
+          continue;
+        }
         CHECK(same_bits(test.linear.rows_of(all, t, 1), test.linear.rows_of(third, t, 1)));
       }
     }

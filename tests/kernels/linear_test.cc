@@ -13,7 +13,9 @@ using namespace moelora::test;
 
 namespace {
 
-double tolerance(Compute compute) { return compute == Compute::kExact ? 2e-5 : 2e-2; }
+double tolerance(Compute compute) {
+  return compute == Compute::kExact ? 2e-5 : 2e-2;
+}
 
 }  // namespace
 
@@ -89,7 +91,9 @@ TEST_CASE("linear propagates a NaN of one row and leaves the others alone") {
     const std::vector<float> clean = test.run(*kernels, stream);
     test.x.row(4)[63] = NAN;
     const std::vector<float> out = test.run(*kernels, stream);
-    for (const float value : test.rows_of(out, 4, 1)) CHECK(std::isnan(value));
+    for (const float value : test.rows_of(out, 4, 1)) {
+      CHECK(std::isnan(value));
+    }
     CHECK(same_bits(test.rows_of(out, 0, 4), test.rows_of(clean, 0, 4)));
     CHECK(same_bits(test.rows_of(out, 5, 15), test.rows_of(clean, 5, 15)));
   }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// One drawn MoE layer for moe_gate_up_test and moe_down_test: experts each in memory of their own, choices, their order by
-// definition, and adapters on any of the projections. Oracles merge W + s B A by hand in double.
+// One drawn MoE layer for moe_gate_up_test and moe_down_test: experts each in memory of their own, choices, their order
+// by definition, and adapters on any of the projections. Oracles merge W + s B A by hand in double.
 #pragma once
 
 #include <cmath>
@@ -15,10 +15,23 @@
 
 namespace moelora::test {
 
+// Rows take slots 0, 3, 6, ... modulo the number of slots and the base.
+inline std::vector<int32_t> slots_in_turn(int32_t num_rows, int32_t num_slots) {
+  std::vector<int32_t> slots;
+  for (int32_t t = 0; t < num_rows; ++t) {
+    slots.push_back(t * 3 % (num_slots + 1));
+  }
+  return slots;
+}
+
 struct ExpertSet {
   ExpertSet(int32_t num_experts, int32_t rows, int32_t cols, Dtype dtype, Draw& draw) {
-    for (int32_t e = 0; e < num_experts; ++e) experts.emplace_back(rows, cols, dtype, draw);
-    for (const StoredMatrix& expert : experts) pointers.push_back(expert.data());
+    for (int32_t e = 0; e < num_experts; ++e) {
+      experts.emplace_back(rows, cols, dtype, draw);
+    }
+    for (const StoredMatrix& expert : experts) {
+      pointers.push_back(expert.data());
+    }
     view = {pointers.data(), dtype, rows, cols};
   }
   std::vector<StoredMatrix> experts;
@@ -52,15 +65,21 @@ struct MoeCase {
     for (int32_t e = 0; e < num_experts; ++e) {
       const int32_t rank = ranks[static_cast<size_t>(e) % ranks.size()];
       for (int32_t m = 0; m < kNumExpertModules; ++m) {
-        if ((which >> m & 1) == 0) continue;
+        if ((which >> m & 1) == 0) {
+          continue;
+        }
         const bool is_down = m == 2;
         const int32_t k = is_down ? intermediate : hidden;
         const int32_t n = is_down ? hidden : intermediate;
         adapter.experts[{0, e, static_cast<ExpertModule>(m)}] = draw_pair(draw, rank, k, n, dtype, false);
-        if (num_experts > 2 && e % 3 == 2) continue;
+        if (num_experts > 2 && e % 3 == 2) {
+          continue;
+        }
         LoraPair pair = draw_pair(draw, rank, k, n, dtype, bias);
         const LoraPair* gate_pair = adapter.find(kLayer, e, ExpertModule::kGate);
-        if (share_a && m == 1 && gate_pair != nullptr) pair.a = gate_pair->a;
+        if (share_a && m == 1 && gate_pair != nullptr) {
+          pair.a = gate_pair->a;
+        }
         adapter.experts[{kLayer, e, static_cast<ExpertModule>(m)}] = pair;
       }
     }
@@ -82,7 +101,9 @@ struct MoeCase {
     order = MoeOrderArrays(ids.size(), static_cast<size_t>(num_experts));
     order.fill(ids, row_slot, top_k);
     pair_expert.assign(ids.size(), 0);
-    for (size_t p = 0; p < ids.size(); ++p) pair_expert[static_cast<size_t>(order.pair_position[p])] = ids[p];
+    for (size_t p = 0; p < ids.size(); ++p) {
+      pair_expert[static_cast<size_t>(order.pair_position[p])] = ids[p];
+    }
     adapters = fixture;
     lora = fixture == nullptr ? nullptr : fixture->batch(row_slot, row_scale);
   }
@@ -96,7 +117,8 @@ struct MoeCase {
   [[nodiscard]] std::vector<float> by_choice(const std::vector<float>& sorted, int32_t width) const {
     std::vector<float> result;
     for (const int32_t position : order.pair_position) {
-      result.insert(result.end(), sorted.begin() + int64_t{position} * width, sorted.begin() + int64_t{position + 1} * width);
+      result.insert(result.end(), sorted.begin() + int64_t{position} * width,
+                    sorted.begin() + int64_t{position + 1} * width);
     }
     return result;
   }

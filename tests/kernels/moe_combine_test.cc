@@ -45,8 +45,12 @@ struct CombineCase {
     args.num_rows = count;
     args.top_k = top_k;
     args.width = width;
-    if (has_shared) args.shared = shared.view_from(first);
-    if (has_gate) args.shared_gate = shared_gate.view_from(first);
+    if (has_shared) {
+      args.shared = shared.view_from(first);
+    }
+    if (has_gate) {
+      args.shared_gate = shared_gate.view_from(first);
+    }
     args.hidden = out.view_from(first);
     kernels.moe_combine(args, stream);
     CHECK(out.padding_intact());
@@ -86,7 +90,9 @@ TEST_CASE("moe_combine adds weighted experts and the shared expert to the residu
             for (int32_t t = 0; t < num_rows; ++t) {
               const auto stride = static_cast<int64_t>(out.size()) / num_rows;
               std::vector<double> expected;
-              for (int32_t i = 0; i < width; ++i) expected.push_back(test.expected(t, i));
+              for (int32_t i = 0; i < width; ++i) {
+                expected.push_back(test.expected(t, i));
+              }
               const auto at = out.begin() + t * stride;
               CHECK(relative_error({at, at + width}, expected) <= 2e-6);
             }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_down against D act with adapters merged by hand in double, in sorted order, with the promises of moe_gate_up_test.
+// moe_down against D act with adapters merged by hand in double, in sorted order, with the promises of
+// moe_gate_up_test.
 #include "kernels/moe/moe_down.h"
 
 #include "tests/kernels/moe_case.h"
@@ -63,15 +64,11 @@ std::vector<double> expected(const MoeCase& test) {
   return result;
 }
 
-std::vector<int32_t> slots_in_turn(int32_t num_rows, int32_t num_slots) {
-  std::vector<int32_t> slots;
-  for (int32_t t = 0; t < num_rows; ++t) slots.push_back(t * 3 % (num_slots + 1));
-  return slots;
-}
-
 std::vector<TestAdapter> all_kinds(MoeCase& test) {
-  return {test.draw_adapter({1, 4, 5}, 4, Dtype::kBf16, false, false), test.draw_adapter({8, 12}, 4, Dtype::kF32, true, false),
-          test.draw_adapter({33, 64, 8}, 7, Dtype::kBf16, true, true), test.draw_adapter({6}, 3, Dtype::kBf16, false, false)};
+  return {test.draw_adapter({1, 4, 5}, 4, Dtype::kBf16, false, false),
+          test.draw_adapter({8, 12}, 4, Dtype::kF32, true, false),
+          test.draw_adapter({33, 64, 8}, 7, Dtype::kBf16, true, true),
+          test.draw_adapter({6}, 3, Dtype::kBf16, false, false)};
 }
 
 }  // namespace
@@ -83,7 +80,8 @@ TEST_CASE("moe_down equals the formula with and without adapters") {
       for (const int32_t intermediate : {8, 33, 64, 130}) {
         for (const int32_t num_rows : {0, 1, 23}) {
           for (const bool adapted : {false, true}) {
-            INFO(kernels->name << " " << dtype_name(dtype) << " I=" << intermediate << " T=" << num_rows << " " << adapted);
+            INFO(kernels->name << " " << dtype_name(dtype) << " I=" << intermediate << " T=" << num_rows << " "
+                               << adapted);
             MoeCase test(dtype, 70, intermediate, 5, 2, num_rows, 81);
             AdapterFixture adapters(all_kinds(test), MoeCase::kLayers, 5, kPageGranules, 3);
             test.use_all(adapted ? &adapters : nullptr, slots_in_turn(num_rows, 4),
@@ -124,7 +122,9 @@ TEST_CASE("moe_down: base rows keep their bits beside adapter rows, and each pai
       AdapterFixture adapters(all_kinds(test), MoeCase::kLayers, 4, kPageGranules, 6);
       const std::vector<int32_t> slots = slots_in_turn(kRows, 4);
       std::vector<float> scales = test.draw.floats(kRows);
-      for (size_t t = 0; t < kRows; t += 7) scales[t] = 0.0f;
+      for (size_t t = 0; t < kRows; t += 7) {
+        scales[t] = 0.0f;
+      }
       test.use_all(nullptr, {}, {});
       const std::vector<float> base = test.by_choice(run(test, *kernels, many), 70);
       test.use_all(&adapters, slots, scales);
@@ -132,7 +132,9 @@ TEST_CASE("moe_down: base rows keep their bits beside adapter rows, and each pai
       CHECK(same_bits(all, test.by_choice(run(test, *kernels, one), 70)));
       for (int32_t t = 0; t < kRows; ++t) {
         const bool is_base = slots[static_cast<size_t>(t)] == 0 || t % 7 == 0;
-        if (is_base) CHECK(same_bits(base.data() + t * 140, all.data() + t * 140, 140));
+        if (is_base) {
+          CHECK(same_bits(base.data() + t * 140, all.data() + t * 140, 140));
+        }
         test.use(&adapters, {t}, slots, scales);
         CHECK(same_bits(test.by_choice(run(test, *kernels, many), 70).data(), all.data() + t * 140, 140));
       }

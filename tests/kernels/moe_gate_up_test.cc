@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_gate_up against silu(G x) * (U x) with adapters merged by hand in double: gate-only and up-only adapters, shared A,
-// a rank for each expert, all rows on one expert, an adapter for each row, and rows whose bits must be their own.
+// moe_gate_up against silu(G x) * (U x) with adapters merged by hand in double: gate-only and up-only adapters, shared
+// A, a rank for each expert, all rows on one expert, an adapter for each row, and rows whose bits must be their own.
 #include "kernels/moe/moe_gate_up.h"
 
 #include "tests/kernels/moe_case.h"
@@ -17,7 +17,9 @@ constexpr int32_t kPageGranules = 4;
 std::vector<float> run(MoeCase& test, const Kernels& kernels, Stream& stream) {
   const auto count = static_cast<int32_t>(test.used.size());
   std::vector<float> values;
-  for (const int32_t t : test.used) values.insert(values.end(), test.x.row(t), test.x.row(t) + test.hidden);
+  for (const int32_t t : test.used) {
+    values.insert(values.end(), test.x.row(t), test.x.row(t) + test.hidden);
+  }
   const PoisonedRows x(count, test.hidden, values);
   const PoisonedRows act(int64_t{count} * test.top_k, test.intermediate);
   const PoisonedBytes scratch = test.scratch(count, test.hidden);
@@ -53,18 +55,12 @@ std::vector<double> expected(const MoeCase& test) {
   return result;
 }
 
-std::vector<int32_t> slots_in_turn(int32_t num_rows, int32_t num_slots) {
-  std::vector<int32_t> slots;
-  for (int32_t t = 0; t < num_rows; ++t) slots.push_back(t * 3 % (num_slots + 1));
-  return slots;
-}
-
 std::vector<TestAdapter> all_kinds(MoeCase& test) {
-  return {test.draw_adapter({1, 4, 5}, 1, Dtype::kBf16, false, false),           // gate only
-          test.draw_adapter({8, 12}, 2, Dtype::kF32, true, false),               // up only
-          test.draw_adapter({33, 64, 8}, 7, Dtype::kBf16, false, true),          // gate and up share A
-          test.draw_adapter({16, 3, 2, 9}, 3, Dtype::kF32, true, true),          //
-          test.draw_adapter({7}, 4, Dtype::kBf16, false, false)};                // down only: nothing here
+  return {test.draw_adapter({1, 4, 5}, 1, Dtype::kBf16, false, false),   // gate only
+          test.draw_adapter({8, 12}, 2, Dtype::kF32, true, false),       // up only
+          test.draw_adapter({33, 64, 8}, 7, Dtype::kBf16, false, true),  // gate and up share A
+          test.draw_adapter({16, 3, 2, 9}, 3, Dtype::kF32, true, true),  //
+          test.draw_adapter({7}, 4, Dtype::kBf16, false, false)};        // down only: nothing here
 }
 
 }  // namespace
@@ -133,7 +129,8 @@ TEST_CASE("moe_gate_up leaves base rows and rows of scale 0 bit-equal to a batch
     INFO(kernels->name);
     constexpr int32_t kRows = 21;
     MoeCase test(Dtype::kBf16, 100, 40, 6, 2, kRows, 74);
-    AdapterFixture adapters({test.draw_adapter({8, 5}, 3, Dtype::kBf16, true, false)}, MoeCase::kLayers, 6, kPageGranules, 5);
+    AdapterFixture adapters({test.draw_adapter({8, 5}, 3, Dtype::kBf16, true, false)}, MoeCase::kLayers, 6,
+                            kPageGranules, 5);
     test.use_all(nullptr, {}, {});
     const std::vector<float> base = test.by_choice(run(test, *kernels, stream), 40);
     std::vector<int32_t> slots;

@@ -73,7 +73,9 @@ TEST_CASE("moe_sort equals a stable sort of all pairs") {
         Draw draw(61);
         const std::vector<int32_t> ids = draw_choices(draw, shape.num_rows, shape.top_k, shape.num_experts);
         std::vector<int32_t> row_slot;
-        for (int32_t t = 0; with_slots && t < shape.num_rows; ++t) row_slot.push_back(draw.below(shape.num_slots));
+        for (int32_t t = 0; with_slots && t < shape.num_rows; ++t) {
+          row_slot.push_back(draw.below(shape.num_slots));
+        }
         MoeOrderArrays expected(ids.size(), static_cast<size_t>(shape.num_experts));
         expected.fill(ids, row_slot, shape.top_k);
         check_equal(sorted(*kernels, stream, ids, row_slot, shape.top_k, shape.num_experts), expected);

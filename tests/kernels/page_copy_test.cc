@@ -16,7 +16,9 @@ constexpr int64_t kPageBytes = 4096;
 
 std::vector<std::byte> random_bytes(Draw& draw, size_t count) {
   std::vector<std::byte> bytes(count);
-  for (std::byte& value : bytes) value = static_cast<std::byte>(draw.below(255));  // never 0xFF, the poison
+  for (std::byte& value : bytes) {
+    value = static_cast<std::byte>(draw.below(255));  // never 0xFF, the poison
+  }
   return bytes;
 }
 
@@ -33,7 +35,9 @@ TEST_CASE("write_pages spreads a byte stream over pages and leaves the rest") {
       const std::vector<int32_t> pages = {4, 0, 3};
       kernels->write_pages({pool.data(), kPageBytes, source.data(), bytes, pages.data()}, stream);
       int64_t poison = 0;
-      for (size_t at = 0; at < pool.size(); ++at) poison += pool.data()[at] == std::byte{0xFF} ? 1 : 0;
+      for (size_t at = 0; at < pool.size(); ++at) {
+        poison += pool.data()[at] == std::byte{0xFF} ? 1 : 0;
+      }
       CHECK(poison == 6 * kPageBytes - bytes);
       for (int64_t at = 0; at < bytes; ++at) {
         REQUIRE(pool.data()[pages[static_cast<size_t>(at / kPageBytes)] * kPageBytes + at % kPageBytes] ==

@@ -29,7 +29,9 @@ struct AttentionCase {
         kv(layout, lengths, 17),
         q(total_rows(), heads * head_dim, draw.floats(static_cast<size_t>(total_rows() * heads * head_dim), 2.0f)),
         sinks(draw.floats(static_cast<size_t>(heads))) {
-    for (size_t s = 0; s < lengths.size(); ++s) kv.fill(static_cast<int32_t>(s), lengths[s], kLayer, draw);
+    for (size_t s = 0; s < lengths.size(); ++s) {
+      kv.fill(static_cast<int32_t>(s), lengths[s], kLayer, draw);
+    }
   }
   [[nodiscard]] int32_t total_rows() const { return std::accumulate(new_rows.begin(), new_rows.end(), 0); }
 
@@ -38,10 +40,14 @@ struct AttentionCase {
     std::vector<int32_t> begin = {0};
     std::vector<int32_t> positions;
     for (size_t s = 0; s < lengths.size(); ++s) {
-      if (to >= 0 && s > 0) break;
+      if (to >= 0 && s > 0) {
+        break;
+      }
       const int32_t first = to >= 0 ? from : 0;
       const int32_t last = to >= 0 ? to : new_rows[s];
-      for (int32_t i = first; i < last; ++i) positions.push_back(lengths[s] - new_rows[s] + i);
+      for (int32_t i = first; i < last; ++i) {
+        positions.push_back(lengths[s] - new_rows[s] + i);
+      }
       begin.push_back(static_cast<int32_t>(positions.size()));
     }
     const PoisonedRows out(static_cast<int64_t>(positions.size()), q.width());
@@ -68,12 +74,15 @@ struct AttentionCase {
     for (size_t s = 0; s < lengths.size(); ++s) {
       for (int32_t i = 0; i < new_rows[s]; ++i, ++row) {
         const int32_t position = lengths[s] - new_rows[s] + i;
-        for (int32_t h = 0; h < num_heads; ++h) append_head(static_cast<int32_t>(s), position, h, q.row(row), result);
+        for (int32_t h = 0; h < num_heads; ++h) {
+          append_head(static_cast<int32_t>(s), position, h, q.row(row), result);
+        }
       }
     }
     return result;
   }
-  void append_head(int32_t sequence, int32_t position, int32_t head, const float* row, std::vector<double>& result) const {
+  void append_head(int32_t sequence, int32_t position, int32_t head, const float* row,
+                   std::vector<double>& result) const {
     const int32_t dims = layout.head_dim;
     const int32_t kv_head = head / (num_heads / layout.num_kv_heads);
     const int32_t begin = window > 0 ? std::max(0, position - window + 1) : 0;
@@ -88,9 +97,13 @@ struct AttentionCase {
     }
     double largest = *std::max_element(scores.begin(), scores.end());
     const double sink = static_cast<double>(sinks[static_cast<size_t>(head)]);
-    if (use_sinks) largest = std::max(largest, sink);
+    if (use_sinks) {
+      largest = std::max(largest, sink);
+    }
     double total = use_sinks ? std::exp(sink - largest) : 0.0;
-    for (const double score : scores) total += std::exp(score - largest);
+    for (const double score : scores) {
+      total += std::exp(score - largest);
+    }
     for (int32_t d = 0; d < dims; ++d) {
       double sum = 0.0;
       for (int32_t j = begin; j <= position; ++j) {
@@ -129,7 +142,8 @@ TEST_CASE("paged_attention equals a softmax over the keys in sight") {
           for (const bool sinks : {false, true}) {
             INFO(kernels->name << " Nq=" << shape.heads << " Nkv=" << shape.kv_heads << " D=" << shape.head_dim << " "
                                << dtype_name(dtype) << " window=" << window << " sinks=" << sinks);
-            AttentionCase test(shape.heads, shape.kv_heads, shape.head_dim, dtype, {70, 1, 16, 33, 17}, {5, 1, 16, 1, 1});
+            AttentionCase test(shape.heads, shape.kv_heads, shape.head_dim, dtype, {70, 1, 16, 33, 17},
+                               {5, 1, 16, 1, 1});
             test.window = window;
             test.use_sinks = sinks;
             const std::vector<float> out = test.run(*kernels, stream);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Philox4x32-10 against the known-answer vectors that its authors publish with Random123, and the uniform draw made of it.
+// Philox4x32-10 against the known-answer vectors that its authors publish with Random123, and the uniform draw made of
+// it.
 #include "kernels/sampling/philox.h"
 
 #include <cmath>
@@ -37,6 +38,8 @@ TEST_CASE("philox_uniform is uniform over draws and over seeds") {
       ++bins[static_cast<int>(u * 10.0)];
     }
     CHECK(std::abs(sum / kCount - 0.5) <= 6.0 * std::sqrt(1.0 / 12.0 / kCount));
-    for (const int bin : bins) CHECK(std::abs(bin - kCount / 10) <= 6 * 43);  // sqrt(20000 * 0.1 * 0.9) = 42.4
+    for (const int bin : bins) {
+      CHECK(std::abs(bin - kCount / 10) <= 6 * 43);  // sqrt(20000 * 0.1 * 0.9) = 42.4
+    }
   }
 }

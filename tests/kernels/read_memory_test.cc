@@ -16,7 +16,8 @@ TEST_CASE("read_memory reads every whole word once") {
   std::vector<uint64_t> words((size_t{9} << 20) / 8 + 5);  // more than two chunks of any likely size, and a tail
   uint64_t expected = 0;
   for (uint64_t& word : words) {
-    word = (static_cast<uint64_t>(static_cast<uint32_t>(draw.below(0x7fffffff))) << 33) + static_cast<uint64_t>(draw.below(1000));
+    word = (static_cast<uint64_t>(static_cast<uint32_t>(draw.below(0x7fffffff))) << 33) +
+           static_cast<uint64_t>(draw.below(1000));
     expected += word;
   }
   for (const Kernels* kernels : backends()) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm against the formula in double: gathered rows, in place, odd widths, and bits that do not depend on neighbours.
+// rms_norm against the formula in double: gathered rows, in place, odd widths, and bits that do not depend on
+// neighbours.
 #include "kernels/dense/rms_norm.h"
 
 #include <cmath>
@@ -19,10 +20,14 @@ constexpr float kEps = 1e-5f;
 
 std::vector<double> normed(const float* x, const StoredMatrix& weight, int32_t width) {
   double squares = 0.0;
-  for (int32_t i = 0; i < width; ++i) squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  for (int32_t i = 0; i < width; ++i) {
+    squares += static_cast<double>(x[i]) * static_cast<double>(x[i]);
+  }
   const double root = std::sqrt(squares / width + static_cast<double>(kEps));
   std::vector<double> result;
-  for (int32_t i = 0; i < width; ++i) result.push_back(static_cast<double>(x[i]) / root * weight.at(0, i));
+  for (int32_t i = 0; i < width; ++i) {
+    result.push_back(static_cast<double>(x[i]) / root * weight.at(0, i));
+  }
   return result;
 }
 

@@ -79,11 +79,15 @@ struct RopeCase {
     double squares = 0.0;
     for (int32_t d = 0; d < dims; ++d) {
       double number = static_cast<double>(in[static_cast<size_t>((t * heads + h) * dims + d)]);
-      if (clip > 0.0f) number = std::min(std::max(number, -static_cast<double>(clip)), static_cast<double>(clip));
+      if (clip > 0.0f) {
+        number = std::min(std::max(number, -static_cast<double>(clip)), static_cast<double>(clip));
+      }
       squares += number * number;
       x.push_back(number);
     }
-    if (value) return x;
+    if (value) {
+      return x;
+    }
     for (int32_t d = 0; d < dims && norm; ++d) {
       x[static_cast<size_t>(d)] *= weight.at(0, d) / std::sqrt(squares / dims + static_cast<double>(kEps));
     }
@@ -133,7 +137,8 @@ TEST_CASE("rope_kv_write clamps, norms, rotates and stores") {
       for (const bool norm : {false, true}) {
         for (const float clip : {0.0f, 1.5f}) {
           for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
-            INFO(kernels->name << " D=" << head_dim << " norm=" << norm << " clip=" << clip << " " << dtype_name(dtype));
+            INFO(kernels->name << " D=" << head_dim << " norm=" << norm << " clip=" << clip << " "
+                               << dtype_name(dtype));
             RopeCase test(6, 2, head_dim, dtype, 20, 41);
             test.norm = norm;
             test.clip = clip;
@@ -189,7 +194,9 @@ TEST_CASE("a row of rope_kv_write has the same bits alone, and no rows write not
     for (int32_t t = 0; t < 9; ++t) {
       const std::vector<float> one = alone.run(*kernels, stream, t, 1);
       CHECK(same_bits(one.data(), all.data() + static_cast<size_t>(t) * stride, 4 * 64));
-      for (int32_t h = 0; h < 2; ++h) CHECK(same_bits(stored(alone, t, h, false), stored(together, t, h, false)));
+      for (int32_t h = 0; h < 2; ++h) {
+        CHECK(same_bits(stored(alone, t, h, false), stored(together, t, h, false)));
+      }
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// router_topk against a full sort and a softmax in double: order, ties to the lower index, both normalisations, and rows
-// of NaN, which must come out as NaN with ids that are still experts.
+// router_topk against a full sort and a softmax in double: order, ties to the lower index, both normalisations, and
+// rows of NaN, which must come out as NaN with ids that are still experts.
 #include "kernels/moe/router_topk.h"
 
 #include <cmath>
@@ -44,7 +44,9 @@ void check_row(const float* logits, int32_t num_experts, const int32_t* ids, con
   CHECK(std::equal(ids, ids + top_k, order.begin()));
   double total = 0.0;
   const auto counted = static_cast<size_t>(renormalize ? top_k : num_experts);
-  for (size_t i = 0; i < counted; ++i) total += std::exp(static_cast<double>(logits[order[i]] - logits[order[0]]));
+  for (size_t i = 0; i < counted; ++i) {
+    total += std::exp(static_cast<double>(logits[order[i]] - logits[order[0]]));
+  }
   std::vector<double> expected;
   for (int32_t j = 0; j < top_k; ++j) {
     expected.push_back(std::exp(static_cast<double>(logits[ids[j]] - logits[order[0]])) / total);
@@ -83,9 +85,10 @@ TEST_CASE("router_topk gives ties to the lower index, even where rounding would 
   for (const Kernels* kernels : backends()) {
     INFO(kernels->name);
     const float next = std::nextafter(2.0f, 3.0f);  // exp() of both rounds to the same fp32 probability or near it
-    const PoisonedRows logits(3, 6, {1.0f, 3.0f, 3.0f, 1.0f, 3.0f, 0.0f,   //
-                                     5.0f, 5.0f, 5.0f, 5.0f, 5.0f, 5.0f,  //
-                                     2.0f, next, 2.0f, -90.0f, 2.0f, next});
+    const PoisonedRows logits(3, 6,
+                              {1.0f, 3.0f, 3.0f, 1.0f, 3.0f, 0.0f,  //
+                               5.0f, 5.0f, 5.0f, 5.0f, 5.0f, 5.0f,  //
+                               2.0f, next, 2.0f, -90.0f, 2.0f, next});
     const Routed routed = route(*kernels, stream, logits, 4, true);
     CHECK(routed.ids == std::vector<int32_t>{1, 2, 4, 0, 0, 1, 2, 3, 1, 5, 0, 2});
     CHECK(relative_error({routed.weights.begin() + 4, routed.weights.begin() + 8}, {0.25, 0.25, 0.25, 0.25}) <= 1e-7);

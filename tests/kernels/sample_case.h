@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Oracle of the sampler for sample_tokens_test: the whole order of operations by full sorts in double, one row at a time,
-// giving the probability of each token.
+// Oracle of the sampler for sample_tokens_test: the whole order of operations by full sorts in double, one row at a
+// time, giving the probability of each token.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +40,9 @@ inline std::vector<double> adjusted_logits(const SampleRow& row, const float* lo
       logit = logit > 0 ? logit / static_cast<double>(row.repetition_penalty)
                         : logit * static_cast<double>(row.repetition_penalty);
     }
-    if (count > 0) logit -= static_cast<double>(row.presence_penalty) + count * static_cast<double>(row.frequency_penalty);
+    if (count > 0) {
+      logit -= static_cast<double>(row.presence_penalty) + count * static_cast<double>(row.frequency_penalty);
+    }
   }
   return result;
 }
@@ -59,8 +61,12 @@ inline std::vector<double> probabilities(const SampleRow& row, const float* logi
     mass.push_back(std::exp((adjusted[static_cast<size_t>(id)] - largest) / static_cast<double>(row.temperature)));
   }
   size_t kept = 0;
-  while (kept < mass.size() && mass[kept] >= static_cast<double>(row.min_p)) ++kept;
-  if (row.top_k > 0) kept = std::min(kept, static_cast<size_t>(row.top_k));
+  while (kept < mass.size() && mass[kept] >= static_cast<double>(row.min_p)) {
+    ++kept;
+  }
+  if (row.top_k > 0) {
+    kept = std::min(kept, static_cast<size_t>(row.top_k));
+  }
   const double total = std::accumulate(mass.begin(), mass.begin() + static_cast<int64_t>(kept), 0.0);
   if (row.top_p < 1.0f) {
     double sum = 0.0;
@@ -72,7 +78,9 @@ inline std::vector<double> probabilities(const SampleRow& row, const float* logi
   }
   const double final_total = std::accumulate(mass.begin(), mass.begin() + static_cast<int64_t>(kept), 0.0);
   std::vector<double> result(static_cast<size_t>(vocab), 0.0);
-  for (size_t i = 0; i < kept; ++i) result[static_cast<size_t>(order[i])] = mass[i] / final_total;
+  for (size_t i = 0; i < kept; ++i) {
+    result[static_cast<size_t>(order[i])] = mass[i] / final_total;
+  }
   return result;
 }
 

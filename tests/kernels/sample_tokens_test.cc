@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// sample_tokens against full sorts in double: greedy with ties and penalties, the kept sets of min-p, top-k and top-p by
-// which tokens ever come out, the draw by its frequencies, logprobs and ranks of the raw logits, and unusable rows.
+// sample_tokens against full sorts in double: greedy with ties and penalties, the kept sets of min-p, top-k and top-p
+// by which tokens ever come out, the draw by its frequencies, logprobs and ranks of the raw logits, and unusable rows.
 #include "kernels/sampling/sample_tokens.h"
 
 #include <map>
@@ -30,11 +30,17 @@ std::vector<int32_t> draws(const Kernels& kernels, Stream& stream, const std::ve
                            int32_t count) {
   const auto vocab = static_cast<int64_t>(logits.size());
   PoisonedRows rows(count, vocab);
-  for (int32_t i = 0; i < count; ++i) std::copy(logits.begin(), logits.end(), rows.row(i));
+  for (int32_t i = 0; i < count; ++i) {
+    std::copy(logits.begin(), logits.end(), rows.row(i));
+  }
   std::vector<SampleRow> options(static_cast<size_t>(count), row);
-  for (int32_t i = 0; i < count; ++i) options[static_cast<size_t>(i)].draw_index = static_cast<uint64_t>(i);
+  for (int32_t i = 0; i < count; ++i) {
+    options[static_cast<size_t>(i)].draw_index = static_cast<uint64_t>(i);
+  }
   std::vector<int32_t> tokens;
-  for (const SampleOutput& output : sample(kernels, stream, rows, options)) tokens.push_back(output.token);
+  for (const SampleOutput& output : sample(kernels, stream, rows, options)) {
+    tokens.push_back(output.token);
+  }
   return tokens;
 }
 
@@ -97,10 +103,13 @@ TEST_CASE("tokens come out with the probabilities of the definition, and no othe
   Draw draw(102);
   const std::vector<float> logits = draw.floats(kVocab, 3.0f);
   std::vector<uint16_t> state(kVocab, 0);
-  for (size_t v = 0; v < kVocab; v += 3) state[v] = static_cast<uint16_t>(v % 2 == 0 ? 0x8000 : v % 5);
+  for (size_t v = 0; v < kVocab; v += 3) {
+    state[v] = static_cast<uint16_t>(v % 2 == 0 ? 0x8000 : v % 5);
+  }
   const int32_t suppressed[] = {7, 20};
-  std::vector<SampleRow> cases = {sampled(1.0f, 0, 1.0f, 0.0f),  sampled(0.5f, 0, 1.0f, 0.0f), sampled(1.0f, 5, 1.0f, 0.0f),
-                                  sampled(1.0f, 0, 0.6f, 0.0f),  sampled(1.0f, 0, 1.0f, 0.2f), sampled(2.0f, 12, 0.8f, 0.1f),
+  std::vector<SampleRow> cases = {sampled(1.0f, 0, 1.0f, 0.0f),  sampled(0.5f, 0, 1.0f, 0.0f),
+                                  sampled(1.0f, 5, 1.0f, 0.0f),  sampled(1.0f, 0, 0.6f, 0.0f),
+                                  sampled(1.0f, 0, 1.0f, 0.2f),  sampled(2.0f, 12, 0.8f, 0.1f),
                                   sampled(0.8f, 3, 0.95f, 0.0f), sampled(1.0f, 99, 0.0f, 0.0f)};
   cases[5].token_state = state.data();
   cases[5].repetition_penalty = 1.3f;
@@ -131,14 +140,20 @@ TEST_CASE("ties at the border of top-k and top-p go to the lowest ids") {
   for (const Kernels* kernels : backends()) {
     INFO(kernels->name);
     const std::vector<float> flat(30, 1.25f);
-    for (const int32_t token : draws(*kernels, stream, flat, sampled(1.0f, 4, 1.0f, 0.0f), 200)) CHECK(token < 4);
+    for (const int32_t token : draws(*kernels, stream, flat, sampled(1.0f, 4, 1.0f, 0.0f), 200)) {
+      CHECK(token < 4);
+    }
     int32_t last = 0;
-    for (const int32_t token : draws(*kernels, stream, flat, sampled(1.0f, 0, 0.21f, 0.0f), 400)) last = std::max(last, token);
+    for (const int32_t token : draws(*kernels, stream, flat, sampled(1.0f, 0, 0.21f, 0.0f), 400)) {
+      last = std::max(last, token);
+    }
     CHECK(last == 6);  // 7 of 30 are the first to reach 0.21
     std::vector<float> zeros(8, -0.0f);
     zeros[5] = 0.0f;
     last = 0;
-    for (const int32_t token : draws(*kernels, stream, zeros, sampled(1.0f, 3, 1.0f, 0.0f), 200)) last = std::max(last, token);
+    for (const int32_t token : draws(*kernels, stream, zeros, sampled(1.0f, 3, 1.0f, 0.0f), 200)) {
+      last = std::max(last, token);
+    }
     CHECK(last == 2);
   }
 }
@@ -158,7 +173,8 @@ TEST_CASE("a draw depends on seed and draw index alone") {
     }
     const std::vector<SampleOutput> all = sample(*kernels, many, logits, rows);
     for (size_t i = 0; i < 6; ++i) {
-      const PoisonedRows alone(1, kVocab, {logits.row(static_cast<int64_t>(i)), logits.row(static_cast<int64_t>(i)) + kVocab});
+      const PoisonedRows alone(1, kVocab,
+                               {logits.row(static_cast<int64_t>(i)), logits.row(static_cast<int64_t>(i)) + kVocab});
       CHECK(sample(*kernels, one, alone, {rows[i]})[0].token == all[i].token);
     }
     const std::vector<float> row(logits.row(0), logits.row(0) + kVocab);
@@ -177,18 +193,22 @@ TEST_CASE("logprobs, ranks and the best tokens are of the raw logits") {
         Draw draw(104);
         PoisonedRows logits(1, vocab, draw.floats(static_cast<size_t>(vocab), 8.0f));
         logits.row(0)[1] = logits.row(0)[2];  // a tie somewhere
-        const int32_t suppressed[] = {static_cast<int32_t>(std::max_element(logits.row(0), logits.row(0) + vocab) - logits.row(0))};
+        const int32_t suppressed[] = {
+            static_cast<int32_t>(std::max_element(logits.row(0), logits.row(0) + vocab) - logits.row(0))};
         SampleRow row = sampled(1.7f, 0, 1.0f, 0.0f);
         row.num_top_logprobs = wanted;
         row.suppressed = suppressed;
         row.num_suppressed = 1;
         const SampleOutput output = sample(*kernels, stream, logits, {row})[0];
         double total = 0.0;
-        for (int32_t v = 0; v < vocab; ++v) total += std::exp(static_cast<double>(logits.row(0)[v]));
+        for (int32_t v = 0; v < vocab; ++v) {
+          total += std::exp(static_cast<double>(logits.row(0)[v]));
+        }
         const auto logprob = [&](int32_t v) { return static_cast<double>(logits.row(0)[v]) - std::log(total); };
         std::vector<int32_t> order(static_cast<size_t>(vocab));
         std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logits.row(0)[a] > logits.row(0)[b]; });
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int32_t a, int32_t b) { return logits.row(0)[a] > logits.row(0)[b]; });
         REQUIRE(output.status == 0);
         CHECK(output.token != suppressed[0]);
         CHECK(std::abs(static_cast<double>(output.logprob) - logprob(output.token)) <= 1e-5);
@@ -217,7 +237,9 @@ TEST_CASE("a row without usable logits says so and its neighbours are served") {
         logits.row(3)[at] = -1e30f;
         const std::vector<SampleOutput> outputs =
             sample(*kernels, stream, logits, std::vector<SampleRow>(4, sampled(temperature, 0, 1.0f, 0.0f)));
-        for (size_t i = 0; i < 3; ++i) CHECK((outputs[i].status == 1 && outputs[i].token == -1));
+        for (size_t i = 0; i < 3; ++i) {
+          CHECK((outputs[i].status == 1 && outputs[i].token == -1));
+        }
         CHECK((outputs[3].status == 0 && outputs[3].token == at));
       }
       const PoisonedRows two(1, 2, {1.0f, 2.0f});
@@ -235,9 +257,13 @@ TEST_CASE("tiny and huge temperatures stay defined") {
   for (const Kernels* kernels : backends()) {
     INFO(kernels->name);
     const std::vector<float> logits = {1.0f, 5.0f, 4.9999f, -20.0f};
-    for (const int32_t token : draws(*kernels, stream, logits, sampled(1e-30f, 0, 0.9f, 0.0f), 50)) CHECK(token == 1);
+    for (const int32_t token : draws(*kernels, stream, logits, sampled(1e-30f, 0, 0.9f, 0.0f), 50)) {
+      CHECK(token == 1);
+    }
     std::map<int32_t, int32_t> seen;
-    for (const int32_t token : draws(*kernels, stream, logits, sampled(1e30f, 0, 1.0f, 0.0f), 400)) ++seen[token];
+    for (const int32_t token : draws(*kernels, stream, logits, sampled(1e30f, 0, 1.0f, 0.0f), 400)) {
+      ++seen[token];
+    }
     CHECK(seen.size() == 4);
   }
 }
@@ -248,7 +274,8 @@ TEST_CASE("a whole vocabulary is cut and drawn as the definition says") {
   Draw draw(105);
   std::vector<float> logits = draw.floats(kVocab, 10.0f);
   for (const Kernels* kernels : backends()) {
-    for (const SampleRow& row : {sampled(1.0f, 0, 0.9f, 0.0f), sampled(0.7f, 50, 0.9f, 0.0f), sampled(1.0f, 1000, 1.0f, 0.01f)}) {
+    for (const SampleRow& row :
+         {sampled(1.0f, 0, 0.9f, 0.0f), sampled(0.7f, 50, 0.9f, 0.0f), sampled(1.0f, 1000, 1.0f, 0.01f)}) {
       INFO(kernels->name << " top_k=" << row.top_k);
       const std::vector<double> expected = probabilities(row, logits.data(), kVocab);
       const int64_t kept = std::count_if(expected.begin(), expected.end(), [](double p) { return p > 0.0; });

@@ -22,10 +22,14 @@ TEST_CASE("parallel_for hands out each index once") {
       std::atomic<int> bad_worker{0};
       stream.parallel_for(count, [&](size_t index, int worker) {
         hits[index].fetch_add(1);
-        if (worker < 0 || worker >= threads) bad_worker.fetch_add(1);
+        if (worker < 0 || worker >= threads) {
+          bad_worker.fetch_add(1);
+        }
       });
       int wrong = 0;
-      for (const std::atomic<int>& hit : hits) wrong += hit.load() != 1 ? 1 : 0;
+      for (const std::atomic<int>& hit : hits) {
+        wrong += hit.load() != 1 ? 1 : 0;
+      }
       CHECK(wrong == 0);
       CHECK(bad_worker.load() == 0);
     }
@@ -55,7 +59,9 @@ TEST_CASE("what one op wrote the next one sees on every worker") {
   }
   // All values are equal at every round: 1, 2, 4, ... modulo 1000003.
   uint64_t expected = 1;
-  for (int round = 0; round < 200; ++round) expected = expected * 2 % 1000003;
+  for (int round = 0; round < 200; ++round) {
+    expected = expected * 2 % 1000003;
+  }
   CHECK(values == std::vector<uint64_t>(257, expected));
 }
 
@@ -76,7 +82,9 @@ TEST_CASE("scratch is aligned, apart, and writable to its end") {
   CHECK(stream.scratch_bytes() >= 1000);
   stream.parallel([&](int worker) {
     std::byte* scratch = stream.scratch(worker);
-    for (size_t i = 0; i < stream.scratch_bytes(); ++i) scratch[i] = static_cast<std::byte>(worker + 1);
+    for (size_t i = 0; i < stream.scratch_bytes(); ++i) {
+      scratch[i] = static_cast<std::byte>(worker + 1);
+    }
   });
   for (int worker = 0; worker < 4; ++worker) {
     CHECK(reinterpret_cast<uintptr_t>(stream.scratch(worker)) % 64 == 0);

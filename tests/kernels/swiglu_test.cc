@@ -59,7 +59,9 @@ TEST_CASE("a row of swiglu has the same bits alone") {
     const PoisonedRows again(7, 45, gate);
     const PoisonedRows up(7, 45, draw.floats(7 * 45));
     kernels->swiglu({all.view(), up.view(), 7, 45}, stream);
-    for (int64_t t = 0; t < 7; ++t) kernels->swiglu({again.view_from(t), up.view_from(t), 1, 45}, stream);
+    for (int64_t t = 0; t < 7; ++t) {
+      kernels->swiglu({again.view_from(t), up.view_from(t), 1, 45}, stream);
+    }
     CHECK(same_bits(all.values(), again.values()));
   }
 }

@@ -19,7 +19,9 @@ class Packer {
  public:
   int32_t granules() const { return static_cast<int32_t>(stream_.size() / kGranuleBytes); }
   int32_t take(int32_t granules, bool even) {
-    if (even && this->granules() % 2 != 0) grow(1);
+    if (even && this->granules() % 2 != 0) {
+      grow(1);
+    }
     const int32_t at = this->granules();
     grow(granules);
     return at;
@@ -75,7 +77,9 @@ class Packer {
     record.b = put_b(pair);
     if (!pair.bias.empty()) {
       record.bias = take((pair.n + 255) / 256, false);
-      for (int32_t n = 0; n < pair.n; ++n) put(record.bias, static_cast<size_t>(n), Dtype::kF32, pair.bias[static_cast<size_t>(n)]);
+      for (int32_t n = 0; n < pair.n; ++n) {
+        put(record.bias, static_cast<size_t>(n), Dtype::kF32, pair.bias[static_cast<size_t>(n)]);
+      }
     }
     record.rank = pair.rank;
     record.scale = pair.scale;
@@ -83,7 +87,9 @@ class Packer {
     return record;
   }
   std::vector<std::byte> finish() {
-    if (granules() % 2 != 0) grow(1);
+    if (granules() % 2 != 0) {
+      grow(1);
+    }
     return std::move(stream_);
   }
 
@@ -111,7 +117,9 @@ void pack_experts(const TestAdapter& adapter, int32_t layer, int32_t num_experts
       if (pair != nullptr) {
         const bool shares = adapter.share_a && m == static_cast<int32_t>(ExpertModule::kUp);
         record = packer.put_pair(*pair, shares ? gate_a : -1);
-        if (m == static_cast<int32_t>(ExpertModule::kGate)) gate_a = record.a;
+        if (m == static_cast<int32_t>(ExpertModule::kGate)) {
+          gate_a = record.a;
+        }
       }
       packer.put_at(at, static_cast<size_t>(e * kNumExpertModules + m), record);
     }
@@ -137,10 +145,16 @@ LoraPair draw_pair(Draw& draw, int32_t rank, int32_t k, int32_t n, Dtype dtype, 
   pair.scale = 0.25f + 0.5f * (draw.signed_unit() + 1.0f);
   pair.a = draw.floats(static_cast<size_t>(rank) * static_cast<size_t>(k));
   pair.b = draw.floats(static_cast<size_t>(n) * static_cast<size_t>(rank));
-  if (with_bias) pair.bias = draw.floats(static_cast<size_t>(n));
+  if (with_bias) {
+    pair.bias = draw.floats(static_cast<size_t>(n));
+  }
   if (dtype == Dtype::kBf16) {
-    for (float& value : pair.a) value = bf16_to_f32(f32_to_bf16(value));
-    for (float& value : pair.b) value = bf16_to_f32(f32_to_bf16(value));
+    for (float& value : pair.a) {
+      value = bf16_to_f32(f32_to_bf16(value));
+    }
+    for (float& value : pair.b) {
+      value = bf16_to_f32(f32_to_bf16(value));
+    }
   }
   return pair;
 }
@@ -162,7 +176,9 @@ std::vector<std::byte> pack_adapter(const TestAdapter& adapter, int32_t num_laye
   for (int32_t layer = 0; layer < num_layers; ++layer) {
     int32_t dense_at = -1;
     int32_t experts_at = -1;
-    if (has_dense(adapter, layer)) dense_at = packer.take(1, false);
+    if (has_dense(adapter, layer)) {
+      dense_at = packer.take(1, false);
+    }
     if (has_experts(adapter, layer)) {
       const int32_t bytes = num_experts * kNumExpertModules * static_cast<int32_t>(sizeof(LoraRecord));
       experts_at = packer.take(ceil_div(bytes, static_cast<int32_t>(kGranuleBytes)), false);
@@ -173,7 +189,9 @@ std::vector<std::byte> pack_adapter(const TestAdapter& adapter, int32_t num_laye
       const LoraPair* pair = adapter.find(layer, static_cast<LoraModule>(m));
       packer.put_at(dense_at, static_cast<size_t>(m), pair != nullptr ? packer.put_pair(*pair, -1) : LoraRecord{});
     }
-    if (experts_at >= 0) pack_experts(adapter, layer, num_experts, experts_at, packer);
+    if (experts_at >= 0) {
+      pack_experts(adapter, layer, num_experts, experts_at, packer);
+    }
   }
   return packer.finish();
 }
@@ -218,13 +236,21 @@ const LoraBatch* AdapterFixture::batch(std::vector<int32_t> row_slot, std::vecto
   for (int32_t slot = 1; slot <= static_cast<int32_t>(adapters_.size()); ++slot) {
     const size_t before = sorted_rows_.size();
     for (size_t t = 0; t < row_slot_.size(); ++t) {
-      if (row_slot_[t] == slot) sorted_rows_.push_back(static_cast<int32_t>(t));
+      if (row_slot_[t] == slot) {
+        sorted_rows_.push_back(static_cast<int32_t>(t));
+      }
     }
-    if (sorted_rows_.size() == before) continue;
+    if (sorted_rows_.size() == before) {
+      continue;
+    }
     segment_begin_.push_back(static_cast<int32_t>(before));
     segment_slot_.push_back(slot);
-    for (const auto& entry : adapter(slot).dense) use_rank(entry.second.rank);
-    for (const auto& entry : adapter(slot).experts) use_rank(entry.second.rank);
+    for (const auto& entry : adapter(slot).dense) {
+      use_rank(entry.second.rank);
+    }
+    for (const auto& entry : adapter(slot).experts) {
+      use_rank(entry.second.rank);
+    }
   }
   segment_begin_.push_back(static_cast<int32_t>(sorted_rows_.size()));
   batch_.row_slot = row_slot_.data();
@@ -240,7 +266,9 @@ const LoraBatch* AdapterFixture::batch(std::vector<int32_t> row_slot, std::vecto
 const LoraPair* AdapterFixture::dense(int32_t t, int32_t layer, LoraModule module, double* factor) const {
   const int32_t slot = row_slot_[static_cast<size_t>(t)];
   const LoraPair* pair = slot == 0 ? nullptr : adapter(slot).find(layer, module);
-  if (pair != nullptr) *factor = static_cast<double>(row_scale_[static_cast<size_t>(t)]) * static_cast<double>(pair->scale);
+  if (pair != nullptr) {
+    *factor = static_cast<double>(row_scale_[static_cast<size_t>(t)]) * static_cast<double>(pair->scale);
+  }
   return pair;
 }
 
@@ -248,7 +276,9 @@ const LoraPair* AdapterFixture::expert(int32_t t, int32_t layer, int32_t expert,
                                        double* factor) const {
   const int32_t slot = row_slot_[static_cast<size_t>(t)];
   const LoraPair* pair = slot == 0 ? nullptr : adapter(slot).find(layer, expert, module);
-  if (pair != nullptr) *factor = static_cast<double>(row_scale_[static_cast<size_t>(t)]) * static_cast<double>(pair->scale);
+  if (pair != nullptr) {
+    *factor = static_cast<double>(row_scale_[static_cast<size_t>(t)]) * static_cast<double>(pair->scale);
+  }
   return pair;
 }
 

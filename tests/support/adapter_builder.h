@@ -28,14 +28,16 @@ struct LoraPair {
 
   // scale * (B A)[n, k] with `scale` the whole factor of a row.
   [[nodiscard]] double delta(int32_t row, int32_t col, double factor) const;
-  [[nodiscard]] double bias_at(int32_t row) const { return bias.empty() ? 0.0 : static_cast<double>(bias[static_cast<size_t>(row)]); }
+  [[nodiscard]] double bias_at(int32_t row) const {
+    return bias.empty() ? 0.0 : static_cast<double>(bias[static_cast<size_t>(row)]);
+  }
 };
 
 LoraPair draw_pair(Draw& draw, int32_t rank, int32_t k, int32_t n, Dtype dtype, bool with_bias);
 
 struct TestAdapter {
-  std::map<std::pair<int32_t, LoraModule>, LoraPair> dense;                   // (layer, module)
-  std::map<std::tuple<int32_t, int32_t, ExpertModule>, LoraPair> experts;     // (layer, expert, module)
+  std::map<std::pair<int32_t, LoraModule>, LoraPair> dense;                // (layer, module)
+  std::map<std::tuple<int32_t, int32_t, ExpertModule>, LoraPair> experts;  // (layer, expert, module)
   bool share_a = false;  // up's record names gate's A, which must be equal
 
   [[nodiscard]] const LoraPair* find(int32_t layer, LoraModule module) const;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Counts heap allocations of the whole program, all threads: operator new in every build, malloc, calloc and realloc too
-// where no sanitizer owns them. A test that includes this needs a binary of its own with allocation_counter.cc, which
-// replaces the program's allocator.
+// Counts heap allocations of the whole program, all threads: operator new in every build, malloc, calloc and realloc
+// too where no sanitizer owns them. A test that includes this needs a binary of its own with allocation_counter.cc,
+// which replaces the program's allocator.
 #pragma once
 
 namespace moelora::test {

@@ -8,7 +8,9 @@
 
 namespace moelora::test {
 
-inline std::array<const Kernels*, 2> backends() { return {&kernels_reference(), &kernels_cpu()}; }
+inline std::array<const Kernels*, 2> backends() {
+  return {&kernels_reference(), &kernels_cpu()};
+}
 
 constexpr size_t kTestScratchBytes = size_t{8} << 20;
 constexpr Dtype kAllDtypes[] = {Dtype::kF32, Dtype::kF16, Dtype::kBf16};

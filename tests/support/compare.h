@@ -13,12 +13,16 @@ namespace moelora::test {
 
 // max |actual - expected| / max |expected|; 0 for two empty arrays.
 inline double relative_error(const std::vector<float>& actual, const std::vector<double>& expected) {
-  if (actual.size() != expected.size()) return std::numeric_limits<double>::infinity();
+  if (actual.size() != expected.size()) {
+    return std::numeric_limits<double>::infinity();
+  }
   double largest = 0.0;
   double error = 0.0;
   for (size_t i = 0; i < actual.size(); ++i) {
     const double difference = std::abs(static_cast<double>(actual[i]) - expected[i]);
-    if (!std::isfinite(difference)) return std::numeric_limits<double>::infinity();
+    if (!std::isfinite(difference)) {
+      return std::numeric_limits<double>::infinity();
+    }
     error = std::max(error, difference);
     largest = std::max(largest, std::abs(expected[i]));
   }

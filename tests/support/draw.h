@@ -18,13 +18,17 @@ class Draw {
   int32_t below(int32_t count) { return static_cast<int32_t>(engine_() % static_cast<uint32_t>(count)); }
   std::vector<float> floats(size_t count, float amplitude = 1.0f) {
     std::vector<float> values(count);
-    for (float& value : values) value = signed_unit() * amplitude;
+    for (float& value : values) {
+      value = signed_unit() * amplitude;
+    }
     return values;
   }
   std::vector<int32_t> permutation(int32_t count) {
     std::vector<int32_t> order(static_cast<size_t>(count));
     std::iota(order.begin(), order.end(), 0);
-    for (int32_t i = count - 1; i > 0; --i) std::swap(order[static_cast<size_t>(i)], order[static_cast<size_t>(below(i + 1))]);
+    for (int32_t i = count - 1; i > 0; --i) {
+      std::swap(order[static_cast<size_t>(i)], order[static_cast<size_t>(below(i + 1))]);
+    }
     return order;
   }
 

@@ -43,12 +43,11 @@ class KvFixture {
                                    int32_t dim) const {
     const int32_t block = position / layout_.block_tokens;
     const int32_t group = layer / layout_.layers_per_page;
-    const int32_t page =
-        tables_[static_cast<size_t>((sequence * max_blocks_ + block) * layout_.num_groups + group)];
+    const int32_t page = tables_[static_cast<size_t>((sequence * max_blocks_ + block) * layout_.num_groups + group)];
     const int64_t elements = int64_t{layout_.num_kv_heads} * layout_.block_tokens * layout_.head_dim;
-    const int64_t element = (value ? elements : 0) +
-                            (int64_t{head} * layout_.block_tokens + position % layout_.block_tokens) * layout_.head_dim +
-                            dim;
+    const int64_t element =
+        (value ? elements : 0) +
+        (int64_t{head} * layout_.block_tokens + position % layout_.block_tokens) * layout_.head_dim + dim;
     return pool_.data() + page * page_bytes_ + layer % layout_.layers_per_page * layout_.layer_bytes() +
            element * static_cast<int64_t>(dtype_bytes(layout_.dtype));
   }
@@ -79,7 +78,9 @@ class KvFixture {
     const size_t width = dtype_bytes(layout_.dtype);
     for (size_t at = 0; at < pool_.size(); at += width) {
       const float number = load_element(pool_.data() + at, layout_.dtype, 0);
-      if (number == number) ++count;
+      if (number == number) {
+        ++count;
+      }
     }
     return count;
   }

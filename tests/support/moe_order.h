@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arrays of a MoeOrder, poisoned, and two ways to fill them: with a table's moe_sort, or by the definition (a stable
-// sort of all pairs), which tests of other MoE ops use so as not to depend on the first.
+// The arrays of a MoeOrder, poisoned, and two ways to fill them: with a table's moe_sort, or by the definition (a
+// stable sort of all pairs), which tests of other MoE ops use so as not to depend on the first.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +33,13 @@ struct MoeOrderArrays {
     std::vector<Pair> pairs;
     for (size_t p = 0; p < ids.size(); ++p) {
       const int32_t row = static_cast<int32_t>(p) / top_k;
-      pairs.push_back({ids[p], row_slot.empty() ? 0 : row_slot[static_cast<size_t>(row)], row, static_cast<int32_t>(p)});
+      pairs.push_back(
+          {ids[p], row_slot.empty() ? 0 : row_slot[static_cast<size_t>(row)], row, static_cast<int32_t>(p)});
     }
     std::stable_sort(pairs.begin(), pairs.end(), [](const Pair& a, const Pair& b) {
-      if (a.expert != b.expert) return a.expert < b.expert;
+      if (a.expert != b.expert) {
+        return a.expert < b.expert;
+      }
       return a.slot != b.slot ? a.slot < b.slot : a.row < b.row;
     });
     num_segments[0] = 0;

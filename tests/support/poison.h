@@ -50,7 +50,9 @@ class PoisonedRows {
         stride_((width + 15) / 16 * 16 + 16),
         memory_(static_cast<size_t>(num_rows * stride_) * sizeof(float)) {}
   PoisonedRows(int64_t num_rows, int64_t width, const std::vector<float>& values) : PoisonedRows(num_rows, width) {
-    for (int64_t t = 0; t < num_rows; ++t) std::copy_n(values.begin() + t * width, width, row(t));
+    for (int64_t t = 0; t < num_rows; ++t) {
+      std::copy_n(values.begin() + t * width, width, row(t));
+    }
   }
 
   [[nodiscard]] Rows view() const { return {memory_.data(), Dtype::kF32, stride_}; }
@@ -61,12 +63,16 @@ class PoisonedRows {
   // All values in order, without padding.
   [[nodiscard]] std::vector<float> values() const {
     std::vector<float> result;
-    for (int64_t t = 0; t < num_rows_; ++t) result.insert(result.end(), row(t), row(t) + width_);
+    for (int64_t t = 0; t < num_rows_; ++t) {
+      result.insert(result.end(), row(t), row(t) + width_);
+    }
     return result;
   }
   [[nodiscard]] bool padding_intact() const {
     for (int64_t t = 0; t < num_rows_; ++t) {
-      if (!PoisonedBytes::untouched(row(t) + width_, static_cast<size_t>(stride_ - width_) * sizeof(float))) return false;
+      if (!PoisonedBytes::untouched(row(t) + width_, static_cast<size_t>(stride_ - width_) * sizeof(float))) {
+        return false;
+      }
     }
     return memory_.guard_intact();
   }

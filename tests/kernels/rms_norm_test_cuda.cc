@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// rms_norm_cuda against the formula in double on the device: both activation types, all weight types, gathered rows, widths
-// that fit no vector, in place, and the same bits alone and among others. Without a GPU it says that it was skipped.
+// rms_norm_cuda against the formula in double on the device: both activation types, all weight types, gathered rows,
+// widths that fit no vector, in place, and the same bits alone and among others. Without a GPU it says that it was
+// skipped.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -20,7 +21,9 @@ constexpr float kEps = 1e-5f;
 
 bool device_present() {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) return true;
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) {
+    return true;
+  }
   WARN("skipped: no CUDA device");
   return false;
 }
@@ -64,7 +67,8 @@ std::vector<char> draw_rows(Draw& draw, const Shape& shape, Dtype dtype) {
       const float value = draw.signed_unit() * 3.0f;
       const uint16_t half = f32_to_bf16(value);
       const void* from = dtype == Dtype::kF32 ? static_cast<const void*>(&value) : &half;
-      std::memcpy(bytes.data() + static_cast<size_t>(t * shape.stride + i) * dtype_bytes(dtype), from, dtype_bytes(dtype));
+      std::memcpy(bytes.data() + static_cast<size_t>(t * shape.stride + i) * dtype_bytes(dtype), from,
+                  dtype_bytes(dtype));
     }
   }
   return bytes;
@@ -85,24 +89,30 @@ void check_rows(const std::vector<char>& x, Dtype x_dtype, const std::vector<cha
     for (int32_t i = 0; i < shape.width; ++i) {
       const double value = static_cast<double>(load_element(x.data(), x_dtype, from + static_cast<size_t>(i)));
       expected.push_back(value / root * weight.at(0, i));
-      actual.push_back(load_element(out.data(), out_dtype, t * static_cast<size_t>(shape.stride) + static_cast<size_t>(i)));
+      actual.push_back(
+          load_element(out.data(), out_dtype, t * static_cast<size_t>(shape.stride) + static_cast<size_t>(i)));
     }
     CHECK(relative_error(actual, expected) <= (out_dtype == Dtype::kF32 ? 2e-6 : 4e-3));
-    const size_t end = (t * static_cast<size_t>(shape.stride) + static_cast<size_t>(shape.width)) * dtype_bytes(out_dtype);
-    CHECK(PoisonedBytes::untouched(out.data() + end, static_cast<size_t>(shape.stride - shape.width) * dtype_bytes(out_dtype)));
+    const size_t end =
+        (t * static_cast<size_t>(shape.stride) + static_cast<size_t>(shape.width)) * dtype_bytes(out_dtype);
+    CHECK(PoisonedBytes::untouched(out.data() + end,
+                                   static_cast<size_t>(shape.stride - shape.width) * dtype_bytes(out_dtype)));
   }
 }
 
 }  // namespace
 
 TEST_CASE("rms_norm_cuda equals the formula") {
-  if (!device_present()) return;
+  if (!device_present()) {
+    return;
+  }
   for (const Dtype x_dtype : {Dtype::kF32, Dtype::kBf16}) {
     for (const Dtype out_dtype : {Dtype::kF32, Dtype::kBf16}) {
       for (const Dtype weight_dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
         for (const Shape shape : {Shape{5, 2880, 2880}, Shape{3, 7, 9}, Shape{9, 128, 132}, Shape{2, 9000, 9008},
                                   Shape{4, 1000, 1001}, Shape{1, 1, 1}}) {
-          INFO(dtype_name(x_dtype) << " " << dtype_name(out_dtype) << " " << dtype_name(weight_dtype) << " " << shape.width);
+          INFO(dtype_name(x_dtype) << " " << dtype_name(out_dtype) << " " << dtype_name(weight_dtype) << " "
+                                   << shape.width);
           Draw draw(5);
           const std::vector<char> x = draw_rows(draw, shape, x_dtype);
           const StoredMatrix weight(1, shape.width, weight_dtype, draw);
@@ -135,7 +145,9 @@ TEST_CASE("rms_norm_cuda equals the formula") {
 }
 
 TEST_CASE("rms_norm_cuda in place, of no rows, and of a row alone") {
-  if (!device_present()) return;
+  if (!device_present()) {
+    return;
+  }
   for (const int32_t width : {64, 5000}) {
     const Shape shape{6, width, width};
     Draw draw(6);
@@ -144,8 +156,9 @@ TEST_CASE("rms_norm_cuda in place, of no rows, and of a row alone") {
     const DeviceBytes weight_device(weight.data(), static_cast<size_t>(width) * 2);
     const DeviceBytes x_device(x.data(), x.size());
     const DeviceBytes out(x.size());
-    RmsNormArgs args{{x_device.data(), Dtype::kF32, width}, nullptr, {weight_device.data(), Dtype::kBf16, 1, width}, kEps, 0,
-                     width, {out.data(), Dtype::kF32, width}};
+    RmsNormArgs args{
+        {x_device.data(), Dtype::kF32, width}, nullptr, {weight_device.data(), Dtype::kBf16, 1, width}, kEps, 0, width,
+        {out.data(), Dtype::kF32, width}};
     rms_norm_cuda(args, nullptr);
     CHECK(PoisonedBytes::untouched(out.read().data(), out.size()));
     args.num_rows = 6;
