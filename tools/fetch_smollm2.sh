@@ -30,7 +30,8 @@ make_venv() {
   echo "== making a Python environment with $requirements"
   rm -rf "$cache/venv"
   python3 -m venv "$cache/venv" || unavailable "python3 -m venv failed (Debian: python3-venv)"
-  "$python" -m pip -q --disable-pip-version-check install --retries 1 --timeout 20 $requirements >"$cache/pip.log" 2>&1 ||
+  "$python" -m pip -q --disable-pip-version-check install --retries 1 --timeout 20 $requirements \
+    >"$cache/pip.log" 2>&1 ||
     unavailable "pip could not install '$requirements': is there a network? ($(tail -n 1 "$cache/pip.log"))"
   touch "$cache/venv/.complete"
 }

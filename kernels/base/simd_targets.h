@@ -5,5 +5,11 @@
 // because kernels keep accumulators in arrays.
 #pragma once
 
+#if defined(MOELORA_FEW_TARGETS)  // sanitizer builds
+#define MOELORA_MORE_DISABLED (HWY_SSE4 | HWY_AVX3)
+#else
+#define MOELORA_MORE_DISABLED 0
+#endif
+
 #define HWY_DISABLED_TARGETS \
-  (HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)
+  (MOELORA_MORE_DISABLED | HWY_SSSE3 | HWY_AVX3_DL | HWY_SVE | HWY_SVE2 | HWY_SVE_256 | HWY_SVE2_128 | HWY_RVV)

@@ -120,9 +120,9 @@ HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, in
 }
 
 // What a run over four stored weight rows prefetches at the pace of reading: hardware does not follow four
-// streams that each end after a few KiB. Each row kNear blocks ahead into L1 (it runs into the row after, which
-// is close by), and the rows that follow, at the same distance as these, into L2; a panel that shares the
-// weights with another takes only two of the four rows that follow, so that memory is busy in both.
+// streams that each end after a few KiB. kNear blocks ahead (at the end of the rows: the rows that follow) into
+// L1, and the rows that follow, at the same distance as these, into L2; a panel that shares the weights with
+// another takes only two of the four rows that follow, so that memory is busy in both.
 struct ReadAhead {
   const uint8_t* following = nullptr;
   bool near = false;
@@ -131,21 +131,19 @@ struct ReadAhead {
 constexpr int64_t kNear = 8;
 
 template <int64_t kBytes>
-HWY_INLINE void read_ahead(const ReadAhead& ahead, const StoredRows& block, const uint8_t* following) {
+HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t* near, const uint8_t* following) {
   if (ahead.near) {
 #pragma GCC unroll 4
     for (int o = 0; o < kGroup; ++o) {
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) {
-        __builtin_prefetch(block.first + o * block.stride + kNear * kBytes + line, 0, 3);
-      }
+      for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(near + o * stride + line, 0, 3);
     }
   }
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
     if (o == 2 && !ahead.four) break;
 #pragma GCC unroll 4
-    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(following + o * block.stride + line, 0, 2);
+    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(following + o * stride + line, 0, 2);
   }
 }
 
@@ -161,9 +159,14 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) x[r] = rows[r];
   const uint8_t* following = ahead.following;
+  const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
   int64_t at = 0;
   for (; at + kBlock <= count; at += kBlock) {
-    if constexpr (!kWiden) read_ahead<kBytes>(ahead, block, following);
+    if constexpr (!kWiden) {
+      const bool inside = at + kNear * kBlock < count;
+      const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
+      read_ahead<kBytes>(ahead, block.stride, near, following);
+    }
     multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
     multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
     block.first += kBytes;

@@ -14,7 +14,9 @@ constexpr uint32_t kLoadFlags = MOELORA_ADAPTER_LENIENT | MOELORA_ADAPTER_REPLAC
                                 MOELORA_ADAPTER_EXPERTS_REVERSED | MOELORA_ADAPTER_B_RANK_MAJOR |
                                 MOELORA_ADAPTER_B_GROUPED;
 
-bool both(uint32_t flags, uint32_t a, uint32_t b) { return (flags & a) != 0 && (flags & b) != 0; }
+bool both(uint32_t flags, uint32_t a, uint32_t b) {
+  return (flags & a) != 0 && (flags & b) != 0;
+}
 
 AdapterLoadOptions load_options(const Engine& engine, uint32_t flags) {
   known_flags(flags, kLoadFlags);
@@ -24,10 +26,18 @@ AdapterLoadOptions load_options(const Engine& engine, uint32_t flags) {
   }
   AdapterLoadOptions options = engine.adapter_load_options();
   options.lenient = (flags & MOELORA_ADAPTER_LENIENT) != 0;
-  if ((flags & MOELORA_ADAPTER_EXPERTS_NATURAL) != 0) options.orientation = ExpertOrientation::kNatural;
-  if ((flags & MOELORA_ADAPTER_EXPERTS_REVERSED) != 0) options.orientation = ExpertOrientation::kReversed;
-  if ((flags & MOELORA_ADAPTER_B_RANK_MAJOR) != 0) options.b_layout = ExpertBLayout::kRankMajor;
-  if ((flags & MOELORA_ADAPTER_B_GROUPED) != 0) options.b_layout = ExpertBLayout::kGroupedByExpert;
+  if ((flags & MOELORA_ADAPTER_EXPERTS_NATURAL) != 0) {
+    options.orientation = ExpertOrientation::kNatural;
+  }
+  if ((flags & MOELORA_ADAPTER_EXPERTS_REVERSED) != 0) {
+    options.orientation = ExpertOrientation::kReversed;
+  }
+  if ((flags & MOELORA_ADAPTER_B_RANK_MAJOR) != 0) {
+    options.b_layout = ExpertBLayout::kRankMajor;
+  }
+  if ((flags & MOELORA_ADAPTER_B_GROUPED) != 0) {
+    options.b_layout = ExpertBLayout::kGroupedByExpert;
+  }
   return options;
 }
 
@@ -77,7 +87,9 @@ moelora_status moelora_adapter_load_mem(moelora_engine* engine, const char* name
     const std::string json = text_argument("config_json", config_json, config_json_len, size_t{1} << 24);
     const AdapterLoadOptions options = load_options(*call->engine, flags);
     check_free_name(*call->engine, adapter_name, flags);
-    if (weights_len > 0) required(static_cast<const char*>(weights), "weights");
+    if (weights_len > 0) {
+      required(static_cast<const char*>(weights), "weights");
+    }
     auto image = load_adapter_memory(json, static_cast<const std::byte*>(weights), weights_len,
                                      call->engine->info().config, options);
     *out = add_adapter(*call, adapter_name, std::move(image), 1.0f, (flags & MOELORA_ADAPTER_REPLACE) != 0);
@@ -92,10 +104,14 @@ moelora_status moelora_adapter_load_random(moelora_engine* engine, const char* n
     required(out, "out");
     const std::string adapter_name = name_argument("name", name, name_len);
     known_flags(targets, MOELORA_RANDOM_ATTENTION | MOELORA_RANDOM_EXPERTS);
-    if (targets == 0) throw Error(Status::kInvalid, "targets is 0: nothing would be adapted");
+    if (targets == 0) {
+      throw Error(Status::kInvalid, "targets is 0: nothing would be adapted");
+    }
     check_free_name(*call->engine, adapter_name, 0);
     const int32_t limit = call->engine->info().max_lora_rank;
-    if (rank < 1) throw Error(Status::kInvalid, fmt::format("rank is {}", rank));
+    if (rank < 1) {
+      throw Error(Status::kInvalid, fmt::format("rank is {}", rank));
+    }
     if (rank > limit) {
       throw Error(Status::kAdapterMismatch, fmt::format("rank {} is above max_lora_rank = {}", rank, limit));
     }
@@ -123,7 +139,9 @@ moelora_status moelora_adapter_prefetch(moelora_engine* engine, moelora_adapter 
     const EngineCall call(engine);
     const auto found = call->adapters.find(adapter);
     const std::shared_ptr<CompletionQueue> target = queue == nullptr ? nullptr : find_queue(queue);
-    if (target) target->expect(1);
+    if (target) {
+      target->expect(1);
+    }
     call->engine->prefetch_adapter(found, target, adapter, tag);
     return Status::kOk;
   });
@@ -143,7 +161,9 @@ moelora_status moelora_adapter_unpin(moelora_engine* engine, moelora_adapter ada
     const auto found = call->adapters.find(adapter);
     int32_t pins = found->pins.load();
     do {
-      if (pins <= 0) throw Error(Status::kInvalid, fmt::format("adapter \"{}\" is not pinned", found->name));
+      if (pins <= 0) {
+        throw Error(Status::kInvalid, fmt::format("adapter \"{}\" is not pinned", found->name));
+      }
     } while (!found->pins.compare_exchange_weak(pins, pins - 1));
     call->engine->notify();
     return Status::kOk;
@@ -188,7 +208,9 @@ moelora_status moelora_adapter_list(moelora_engine* engine, moelora_adapter* buf
     std::vector<moelora_adapter> handles;
     {
       const std::lock_guard<std::mutex> lock(call->mutex);
-      for (const auto& [id, handle] : call->adapter_handles) handles.push_back(handle);
+      for (const auto& [id, handle] : call->adapter_handles) {
+        handles.push_back(handle);
+      }
     }
     return copy_out(handles.data(), handles.size(), buf, cap, n);
   });

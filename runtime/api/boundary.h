@@ -4,11 +4,11 @@
 // a Status. Nothing here knows an engine.
 #pragma once
 
+#include <cxxabi.h>
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <cxxabi.h>
 #include <exception>
 #include <new>
 #include <string>
@@ -83,7 +83,9 @@ bool valid_utf8(const std::string& text);
 
 template <class T>
 T& required(T* pointer, const char* what) {
-  if (pointer == nullptr) throw Error(Status::kInvalid, std::string(what) + " is NULL");
+  if (pointer == nullptr) {
+    throw Error(Status::kInvalid, std::string(what) + " is NULL");
+  }
   return *pointer;
 }
 
@@ -93,24 +95,37 @@ void known_flags(uint32_t flags, uint32_t known);
 // Size of a struct in the release that introduced it: smaller ones were never initialised. Frozen.
 template <class T>
 constexpr uint32_t kFirstSize = 0;
-template <> inline constexpr uint32_t kFirstSize<moelora_allocator> = 32;
-template <> inline constexpr uint32_t kFirstSize<moelora_device_info> = 128;
-template <> inline constexpr uint32_t kFirstSize<moelora_memory_plan> = 104;
-template <> inline constexpr uint32_t kFirstSize<moelora_engine_info> = 288;
-template <> inline constexpr uint32_t kFirstSize<moelora_adapter_info> = 96;
-template <> inline constexpr uint32_t kFirstSize<moelora_session_info> = 48;
-template <> inline constexpr uint32_t kFirstSize<moelora_sampling> = 64;
-template <> inline constexpr uint32_t kFirstSize<moelora_chunk> = 16;
-template <> inline constexpr uint32_t kFirstSize<moelora_result> = 80;
-template <> inline constexpr uint32_t kFirstSize<moelora_stats> = 208;
-template <> inline constexpr uint32_t kFirstSize<moelora_adapter_stats> = 40;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_allocator> = 32;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_device_info> = 128;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_memory_plan> = 104;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_engine_info> = 288;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_adapter_info> = 96;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_session_info> = 48;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_sampling> = 64;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_chunk> = 16;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_result> = 80;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_stats> = 208;
+template <>
+inline constexpr uint32_t kFirstSize<moelora_adapter_stats> = 40;
 constexpr uint32_t kStructSizeMax = 1u << 16;
 
 template <class T>
 void check_struct(const T* object, const char* what) {
   static_assert(kFirstSize<T> >= sizeof(uint32_t) && sizeof(T) >= kFirstSize<T>);
   const uint32_t size = required(object, what).struct_size;
-  if (size >= kFirstSize<T> && size <= kStructSizeMax) return;
+  if (size >= kFirstSize<T> && size <= kStructSizeMax) {
+    return;
+  }
   throw Error(Status::kStructSize, fmt::format("struct_size of {} is {}; call its init macro first", what, size));
 }
 
@@ -137,8 +152,12 @@ void copy_text(char* field, size_t capacity, const std::string& text) noexcept;
 template <class T>
 Status copy_out(const T* items, size_t count, T* buffer, size_t capacity, size_t* n) {
   required(n, "n") = count;
-  if (count > capacity) return Status::kMore;
-  if (count > 0) std::copy_n(items, count, &required(buffer, "buf"));
+  if (count > capacity) {
+    return Status::kMore;
+  }
+  if (count > 0) {
+    std::copy_n(items, count, &required(buffer, "buf"));
+  }
   return Status::kOk;
 }
 

@@ -36,7 +36,9 @@ std::string read_text_file(const std::string& path) {
     file.read(text.data(), static_cast<std::streamsize>(text.size()));
     text.resize(static_cast<size_t>(file.gcount()));
   }
-  if (!file.is_open() || file.bad()) throw Error(Status::kIo, fmt::format("{}: {}", path, std::strerror(errno)));
+  if (!file.is_open() || file.bad()) {
+    throw Error(Status::kIo, fmt::format("{}: {}", path, std::strerror(errno)));
+  }
   return text;
 }
 
@@ -81,8 +83,7 @@ moelora_status moelora_config_set_num(moelora_config* config, const char* key, s
   return set_one(config, key, key_len, value, err);
 }
 
-moelora_status moelora_config_load_toml(moelora_config* config, const char* path, size_t path_len,
-                                        moelora_error* err) {
+moelora_status moelora_config_load_toml(moelora_config* config, const char* path, size_t path_len, moelora_error* err) {
   return guard(err, [&] {
     const auto object = find_config(config);
     const std::string file = path_argument("path", path, path_len);
@@ -121,10 +122,18 @@ moelora_status moelora_config_key_at(size_t index, const char** name, int32_t* t
     static_assert(static_cast<int>(OptionType::kBool) == MOELORA_TYPE_BOOL &&
                   static_cast<int>(OptionType::kString) == MOELORA_TYPE_STRING);
     const OptionKey& key = option_keys()[index];
-    if (name != nullptr) *name = key.name;
-    if (type != nullptr) *type = static_cast<int32_t>(key.type);
-    if (default_text != nullptr) *default_text = key.default_text;
-    if (help != nullptr) *help = key.help;
+    if (name != nullptr) {
+      *name = key.name;
+    }
+    if (type != nullptr) {
+      *type = static_cast<int32_t>(key.type);
+    }
+    if (default_text != nullptr) {
+      *default_text = key.default_text;
+    }
+    if (help != nullptr) {
+      *help = key.help;
+    }
     return Status::kOk;
   });
 }
@@ -141,7 +150,9 @@ moelora_status moelora_plan_memory(const moelora_config* config, const char* mod
       const std::lock_guard<std::mutex> lock(object->mutex);
       options = object->options;
     }
-    if (num_adapters < 0) throw Error(Status::kInvalid, fmt::format("num_adapters is {}", num_adapters));
+    if (num_adapters < 0) {
+      throw Error(Status::kInvalid, fmt::format("num_adapters is {}", num_adapters));
+    }
     if (lora_rank < 1 || lora_rank > options.max_lora_rank) {
       throw Error(Status::kInvalid, fmt::format("lora_rank is {}; option max_lora_rank allows 1 to {}", lora_rank,
                                                 options.max_lora_rank));

@@ -99,7 +99,9 @@ moelora_status moelora_engine_abort_load(const moelora_config* config, moelora_e
   return guard(err, [&] {
     const auto object = find_config(config);
     const std::lock_guard<std::mutex> lock(object->mutex);
-    if (object->creating == 0) return Status::kAlreadyDone;
+    if (object->creating == 0) {
+      return Status::kAlreadyDone;
+    }
     object->progress->abort = true;
     return Status::kOk;
   });
@@ -115,7 +117,9 @@ void moelora_engine_retain(moelora_engine* engine) {
 void moelora_engine_release(moelora_engine* engine) {
   guard(nullptr, [&] {
     const std::shared_ptr<EngineObject> object = release_engine(engine);
-    if (!object) return Status::kOk;
+    if (!object) {
+      return Status::kOk;
+    }
     close_all_requests(*object);
     wait_for_calls(*object);
     object->engine.reset();
@@ -137,7 +141,9 @@ moelora_status moelora_engine_health(moelora_engine* engine, moelora_error* err)
     const EngineCall call(engine);
     std::string message;
     const Status status = call->engine->health(&message);
-    if (status != Status::kOk) throw Error(status, message);
+    if (status != Status::kOk) {
+      throw Error(status, message);
+    }
     return Status::kOk;
   });
 }
@@ -162,13 +168,14 @@ moelora_status moelora_step_records(moelora_engine* engine, moelora_step_record*
   return guard(err, [&] {
     const EngineCall call(engine);
     required(n, "n");
-    if (cap > 0) required(buf, "buf");
+    if (cap > 0) {
+      required(buf, "buf");
+    }
     const std::vector<StepRecord> records = call->engine->step_records(cap);
     for (size_t i = 0; i < records.size(); ++i) {
       const StepRecord& from = records[i];
-      buf[i] = {from.start_ms,     from.ms,       from.active_experts, from.lora_bytes,
-                from.kv_bytes,     from.rows,     from.prefill_rows,   from.sequences,
-                from.adapters};
+      buf[i] = {from.start_ms, from.ms,           from.active_experts, from.lora_bytes, from.kv_bytes,
+                from.rows,     from.prefill_rows, from.sequences,      from.adapters};
     }
     *n = records.size();
     return Status::kOk;
@@ -186,7 +193,9 @@ moelora_status moelora_measure_read_bandwidth(moelora_engine* engine, double* by
 moelora_status moelora_weight_bytes(moelora_engine* engine, double active_experts, double* bytes, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (!(active_experts >= 0)) throw Error(Status::kInvalid, fmt::format("active_experts is {}", active_experts));
+    if (!(active_experts >= 0)) {
+      throw Error(Status::kInvalid, fmt::format("active_experts is {}", active_experts));
+    }
     required(bytes, "bytes") = call->engine->weight_bytes(active_experts);
     return Status::kOk;
   });

@@ -71,7 +71,9 @@ class Registry {
       const std::lock_guard<std::mutex> lock(mutex);
       object = find_locked(type, token);
     }
-    if (token == nullptr) throw Error(Status::kInvalid, fmt::format("{} is NULL", type_name(type)));
+    if (token == nullptr) {
+      throw Error(Status::kInvalid, fmt::format("{} is NULL", type_name(type)));
+    }
     if (object == nullptr) {
       throw Error(Status::kHandle, fmt::format("{} is no live {}", fmt::ptr(token), type_name(type)));
     }
@@ -80,7 +82,9 @@ class Registry {
   std::shared_ptr<void> remove(ObjectType type, const void* token) {
     const std::lock_guard<std::mutex> lock(mutex);
     std::shared_ptr<void> object = find_locked(type, token);
-    if (object) remove_locked(token);
+    if (object) {
+      remove_locked(token);
+    }
     return object;
   }
 
@@ -101,12 +105,16 @@ constinit std::atomic<uint64_t> generation{0};
 
 uint64_t next_generation() {
   const uint64_t next = generation.fetch_add(1, std::memory_order_relaxed) + 1;
-  if (next >> kGenerationBits != 0) throw Error(Status::kNomem, "handles of this process are used up");
+  if (next >> kGenerationBits != 0) {
+    throw Error(Status::kNomem, "handles of this process are used up");
+  }
   return next;
 }
 
 void fail_handle(ObjectType type, uint64_t handle) {
-  if (handle == 0) throw Error(Status::kHandle, fmt::format("{} handle is 0", type_name(type)));
+  if (handle == 0) {
+    throw Error(Status::kHandle, fmt::format("{} handle is 0", type_name(type)));
+  }
   const uint64_t given = handle >> (kIndexBits + kGenerationBits);
   const bool known = given >= static_cast<uint64_t>(ObjectType::kAdapter) &&
                      given <= static_cast<uint64_t>(ObjectType::kRequest) && given != static_cast<uint64_t>(type);
@@ -123,7 +131,9 @@ std::shared_ptr<Adapter> EngineObject::adapter_or_base(moelora_adapter handle) c
 }
 
 EngineCall::EngineCall(const moelora_engine* engine) {
-  if (engine == nullptr) throw Error(Status::kInvalid, "engine is NULL");
+  if (engine == nullptr) {
+    throw Error(Status::kInvalid, "engine is NULL");
+  }
   Registry& live = registry();
   const std::lock_guard<std::mutex> lock(live.mutex);
   object_ = std::static_pointer_cast<EngineObject>(live.find_locked(ObjectType::kEngine, engine));
@@ -137,7 +147,9 @@ EngineCall::~EngineCall() {
   Registry& live = registry();
   {
     const std::lock_guard<std::mutex> lock(live.mutex);
-    if (--object_->active_calls > 0 || !object_->closing) return;
+    if (--object_->active_calls > 0 || !object_->closing) {
+      return;
+    }
   }
   live.left.notify_all();
 }
@@ -150,14 +162,18 @@ void retain_engine(const moelora_engine* engine) {
   Registry& live = registry();
   const std::lock_guard<std::mutex> lock(live.mutex);
   const auto object = std::static_pointer_cast<EngineObject>(live.find_locked(ObjectType::kEngine, engine));
-  if (object) ++object->references;
+  if (object) {
+    ++object->references;
+  }
 }
 
 std::shared_ptr<EngineObject> release_engine(const moelora_engine* engine) {
   Registry& live = registry();
   const std::lock_guard<std::mutex> lock(live.mutex);
   auto object = std::static_pointer_cast<EngineObject>(live.find_locked(ObjectType::kEngine, engine));
-  if (!object || --object->references > 0) return nullptr;
+  if (!object || --object->references > 0) {
+    return nullptr;
+  }
   live.remove_locked(engine);
   object->closing = true;
   return object;
@@ -177,7 +193,9 @@ std::shared_ptr<ConfigObject> find_config(const moelora_config* config) {
   return std::static_pointer_cast<ConfigObject>(registry().find(ObjectType::kConfig, config));
 }
 
-void remove_config(const moelora_config* config) { registry().remove(ObjectType::kConfig, config); }
+void remove_config(const moelora_config* config) {
+  registry().remove(ObjectType::kConfig, config);
+}
 
 moelora_queue* add_queue(std::shared_ptr<CompletionQueue> queue) {
   return static_cast<moelora_queue*>(registry().add(ObjectType::kQueue, std::move(queue)));

@@ -36,7 +36,9 @@ class SlotTable {
   uint64_t add(std::shared_ptr<T> object) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (free_.empty()) {
-      if (slots_.size() >> kIndexBits != 0) throw Error(Status::kNomem, "too many live handles");
+      if (slots_.size() >> kIndexBits != 0) {
+        throw Error(Status::kNomem, "too many live handles");
+      }
       slots_.emplace_back();
       free_.reserve(slots_.size());
       free_.push_back(static_cast<uint32_t>(slots_.size() - 1));
@@ -52,14 +54,18 @@ class SlotTable {
   std::shared_ptr<T> find(uint64_t handle) const {
     const std::lock_guard<std::mutex> lock(mutex_);
     const size_t index = handle & ((uint64_t{1} << kIndexBits) - 1);
-    if (handle == 0 || index >= slots_.size() || slots_[index].handle != handle) fail_handle(type_, handle);
+    if (handle == 0 || index >= slots_.size() || slots_[index].handle != handle) {
+      fail_handle(type_, handle);
+    }
     return slots_[index].object;
   }
   // Throws Error{kHandle}: of two that close, one wins.
   std::shared_ptr<T> remove(uint64_t handle) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const size_t index = handle & ((uint64_t{1} << kIndexBits) - 1);
-    if (handle == 0 || index >= slots_.size() || slots_[index].handle != handle) fail_handle(type_, handle);
+    if (handle == 0 || index >= slots_.size() || slots_[index].handle != handle) {
+      fail_handle(type_, handle);
+    }
     std::shared_ptr<T> object = std::move(slots_[index].object);
     slots_[index] = {};
     free_.push_back(static_cast<uint32_t>(index));
@@ -69,7 +75,9 @@ class SlotTable {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::shared_ptr<T>> objects;
     for (const Slot& slot : slots_) {
-      if (slot.handle != 0) objects.push_back(slot.object);
+      if (slot.handle != 0) {
+        objects.push_back(slot.object);
+      }
     }
     return objects;
   }

@@ -13,13 +13,19 @@ using namespace moelora::api;
 
 #define MOELORA_TEXT_OF(x) #x
 #define MOELORA_TEXT(x) MOELORA_TEXT_OF(x)
-#define MOELORA_VERSION_TEXT              \
-  MOELORA_TEXT(MOELORA_VERSION_MAJOR)     \
+#define MOELORA_VERSION_TEXT          \
+  MOELORA_TEXT(MOELORA_VERSION_MAJOR) \
   "." MOELORA_TEXT(MOELORA_VERSION_MINOR) "." MOELORA_TEXT(MOELORA_VERSION_PATCH)
 
-uint32_t moelora_version(void) { return MOELORA_VERSION; }
-const char* moelora_version_string(void) { return MOELORA_VERSION_TEXT; }
-uint32_t moelora_abi_version(void) { return MOELORA_ABI_VERSION; }
+uint32_t moelora_version(void) {
+  return MOELORA_VERSION;
+}
+const char* moelora_version_string(void) {
+  return MOELORA_VERSION_TEXT;
+}
+uint32_t moelora_abi_version(void) {
+  return MOELORA_ABI_VERSION;
+}
 const char* moelora_build_info(void) {
   return "moelora " MOELORA_VERSION_TEXT "; compiler " __VERSION__ "; backends cpu";
 }
@@ -27,19 +33,25 @@ const char* moelora_build_info(void) {
 const char* moelora_status_name(moelora_status status) {
   static constexpr const char* kResults[] = {"OK", "TIMEOUT", "END", "ALREADY_DONE", "MORE"};
   static constexpr const char* kErrors[] = {
-      "E_INVALID",          "E_HANDLE",    "E_STRUCT_SIZE",  "E_ABI",            "E_NOT_FOUND",   "E_EXISTS",
-      "E_BUSY",             "E_CLOSED",    "E_CANCELLED",    "E_DEADLINE",       "E_OVERLOADED",  "E_NOMEM",
-      "E_DEVICE_NOMEM",     "E_CONTEXT_LENGTH", "E_UNSUPPORTED", "E_CORRUPT",    "E_IO",
-      "E_ADAPTER_MISMATCH", "E_CUDA",      "E_DEVICE_LOST",  "E_NO_DEVICE",      "E_FORKED",      "E_REENTRANT",
-      "E_OVERRUN",          "E_INTERNAL"};
+      "E_INVALID",      "E_HANDLE",         "E_STRUCT_SIZE", "E_ABI",      "E_NOT_FOUND",  "E_EXISTS",
+      "E_BUSY",         "E_CLOSED",         "E_CANCELLED",   "E_DEADLINE", "E_OVERLOADED", "E_NOMEM",
+      "E_DEVICE_NOMEM", "E_CONTEXT_LENGTH", "E_UNSUPPORTED", "E_CORRUPT",  "E_IO",         "E_ADAPTER_MISMATCH",
+      "E_CUDA",         "E_DEVICE_LOST",    "E_NO_DEVICE",   "E_FORKED",   "E_REENTRANT",  "E_OVERRUN",
+      "E_INTERNAL"};
   static_assert(std::size(kErrors) == -MOELORA_E_INTERNAL && std::size(kResults) == MOELORA_MORE + 1);
-  if (status >= 0 && status <= MOELORA_MORE) return kResults[status];
-  if (status < 0 && status >= MOELORA_E_INTERNAL) return kErrors[-status - 1];
+  if (status >= 0 && status <= MOELORA_MORE) {
+    return kResults[status];
+  }
+  if (status < 0 && status >= MOELORA_E_INTERNAL) {
+    return kErrors[-status - 1];
+  }
   return "unknown";
 }
 
 void moelora_struct_init(void* object, size_t size) {
-  if (object == nullptr || size < sizeof(uint32_t)) return;
+  if (object == nullptr || size < sizeof(uint32_t)) {
+    return;
+  }
   std::memset(object, 0, size);
   const auto size32 = static_cast<uint32_t>(std::min<size_t>(size, UINT32_MAX));
   std::memcpy(object, &size32, sizeof size32);
@@ -73,9 +85,13 @@ moelora_status moelora_log_read(int32_t timeout_ms, char* buf, size_t cap, size_
   return guard(err, [&] {
     required(n, "n");
     int32_t found = MOELORA_LOG_NONE;
-    if (cap > 0) required(buf, "buf");
+    if (cap > 0) {
+      required(buf, "buf");
+    }
     const Status status = read_log(timeout_ms, buf, cap, n, &found);
-    if (level != nullptr) *level = found;
+    if (level != nullptr) {
+      *level = found;
+    }
     return status;
   });
 }
@@ -90,7 +106,9 @@ moelora_status moelora_device_count(int32_t* count, moelora_error* err) {
 moelora_status moelora_device_info_get(int32_t device, moelora_device_info* info, moelora_error* err) {
   return guard(err, [&] {
     check_struct(info, "info");
-    if (device != 0) throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there is 1", device));
+    if (device != 0) {
+      throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there is 1", device));
+    }
     const HostResources host = host_resources();
     moelora_device_info found = {};
     found.kind = MOELORA_DEVICE_CPU;

@@ -12,10 +12,18 @@ moelora_status moelora_request_read(moelora_engine* engine, moelora_request requ
                                     moelora_chunk* chunk, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (chunk != nullptr) check_struct(chunk, "chunk");
-    if (chunk == nullptr && token_cap != 1) throw Error(Status::kInvalid, "chunk is NULL, but token_cap is not 1");
-    if (text != nullptr || text_cap > 0) fail_no_tokenizer();
-    if (token_cap == 0) throw Error(Status::kInvalid, "token_cap is 0");
+    if (chunk != nullptr) {
+      check_struct(chunk, "chunk");
+    }
+    if (chunk == nullptr && token_cap != 1) {
+      throw Error(Status::kInvalid, "chunk is NULL, but token_cap is not 1");
+    }
+    if (text != nullptr || text_cap > 0) {
+      fail_no_tokenizer();
+    }
+    if (token_cap == 0) {
+      throw Error(Status::kInvalid, "token_cap is 0");
+    }
     required(tokens, "tokens");
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
     size_t count = 0;
@@ -36,7 +44,9 @@ moelora_status moelora_request_read_logprobs(moelora_engine* engine, moelora_req
                                              moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (first < 0 || count < 0) throw Error(Status::kInvalid, fmt::format("first = {}, count = {}", first, count));
+    if (first < 0 || count < 0) {
+      throw Error(Status::kInvalid, fmt::format("first = {}, count = {}", first, count));
+    }
     required(n, "n");
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
     std::vector<TopLogprob> entries;
@@ -46,8 +56,12 @@ moelora_status moelora_request_read_logprobs(moelora_engine* engine, moelora_req
       submission->stream->read_logprobs(first, count, entries.data(), entries.size(), &needed);
     } while (needed <= cap && needed > entries.size());
     *n = needed;
-    if (needed > cap) return Status::kMore;
-    if (needed > 0) required(buf, "buf");
+    if (needed > cap) {
+      return Status::kMore;
+    }
+    if (needed > 0) {
+      required(buf, "buf");
+    }
     for (size_t i = 0; i < needed; ++i) {
       buf[i] = {entries[i].position, entries[i].token, entries[i].logprob, entries[i].rank};
     }
@@ -61,7 +75,9 @@ moelora_status moelora_request_result(moelora_engine* engine, moelora_request re
     const EngineCall call(engine);
     check_struct(result, "result");
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
-    if (!submission->stream->finished()) throw Error(Status::kBusy, "the request is still running");
+    if (!submission->stream->finished()) {
+      throw Error(Status::kBusy, "the request is still running");
+    }
     write_struct(result, to_result(submission->stream->result()));
     return Status::kOk;
   });
@@ -79,7 +95,9 @@ moelora_status moelora_request_cancel(moelora_engine* engine, moelora_request re
       object->settled.wait(lock, [&] { return object->state != RequestObject::State::kSubmitting; });
       submission = object->submission;
     }
-    if (submission == nullptr || submission->stream->finished()) return Status::kAlreadyDone;
+    if (submission == nullptr || submission->stream->finished()) {
+      return Status::kAlreadyDone;
+    }
     call->engine->cancel(submission, (flags & MOELORA_CANCEL_DROP_TURN) != 0);
     return Status::kOk;
   });
@@ -88,7 +106,9 @@ moelora_status moelora_request_cancel(moelora_engine* engine, moelora_request re
 moelora_status moelora_request_close(moelora_engine* engine, moelora_request request, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (request == 0) return Status::kOk;
+    if (request == 0) {
+      return Status::kOk;
+    }
     close_request(*call, *call->requests.remove(request));
     return Status::kOk;
   });
@@ -99,9 +119,15 @@ moelora_status moelora_request_captured(moelora_engine* engine, moelora_request 
   return guard(err, [&] {
     const EngineCall call(engine);
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
-    if (num_rows != nullptr) *num_rows = submission->stream->captured_rows();
-    if (first_position != nullptr) *first_position = submission->stream->captured_first();
-    if (vocab_size != nullptr) *vocab_size = call->engine->info().config.vocab_size;
+    if (num_rows != nullptr) {
+      *num_rows = submission->stream->captured_rows();
+    }
+    if (first_position != nullptr) {
+      *first_position = submission->stream->captured_first();
+    }
+    if (vocab_size != nullptr) {
+      *vocab_size = call->engine->info().config.vocab_size;
+    }
     return Status::kOk;
   });
 }
@@ -110,7 +136,9 @@ moelora_status moelora_request_read_captured(moelora_engine* engine, moelora_req
                                              float* logits, size_t cap, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (cap > 0) required(logits, "logits");
+    if (cap > 0) {
+      required(logits, "logits");
+    }
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
     const size_t width = submission->stream->read_captured(row, logits, cap);
     if (width == 0) {
@@ -151,7 +179,9 @@ moelora_status moelora_generate_tokens(moelora_engine* engine, moelora_adapter a
                                        moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (result != nullptr) check_struct(result, "result");
+    if (result != nullptr) {
+      check_struct(result, "result");
+    }
     required(tokens, "tokens");
     required(n, "n");
     const OwnedRequest request(*call);
@@ -165,26 +195,32 @@ moelora_status moelora_generate_tokens(moelora_engine* engine, moelora_adapter a
       throw Error(Status::kContextLength,
                   fmt::format("a prompt of {} tokens exceeds the context of {}", num_prompt, context));
     }
-    if (num_prompt > 0) required(prompt, "prompt");
+    if (num_prompt > 0) {
+      required(prompt, "prompt");
+    }
     request->request.prompt.assign(prompt, prompt + num_prompt);
     request->request.adapter = call->adapter_or_base(adapter);
     request->request.scale = finite_scale(scale);
     const Error answer = submit_requests(*call, {request.object()}).front();
-    if (answer.status() != Status::kOk) throw answer;
+    if (answer.status() != Status::kOk) {
+      throw answer;
+    }
     const std::shared_ptr<Submission> submission = submission_of(*call, request->handle);
     size_t total = 0;
     int32_t beyond = 0;  // a place to read to when the buffer is full; the end comes then
     for (Status status = Status::kOk; status != Status::kEnd;) {
       size_t count = 0;
       const bool full = total == token_cap;
-      status = read_tokens(*call, *submission, -1, full ? &beyond : tokens + total, full ? 1 : token_cap - total,
-                           &count);
+      status =
+          read_tokens(*call, *submission, -1, full ? &beyond : tokens + total, full ? 1 : token_cap - total, &count);
       MOELORA_ASSERT(!full || count == 0);
       total += count;
     }
     *n = total;
     const RequestResult ended = submission->stream->result();
-    if (result != nullptr) write_struct(result, to_result(ended));
+    if (result != nullptr) {
+      write_struct(result, to_result(ended));
+    }
     return Status::kOk;
   });
 }

@@ -16,7 +16,9 @@ moelora_status moelora_queue_create(moelora_queue** out, moelora_error* err) {
 
 void moelora_queue_destroy(moelora_queue* queue) {
   guard(nullptr, [&] {
-    if (const auto found = remove_queue(queue)) found->close();
+    if (const auto found = remove_queue(queue)) {
+      found->close();
+    }
     return Status::kOk;
   });
 }
@@ -27,12 +29,16 @@ moelora_status moelora_queue_wait(moelora_queue* queue, int32_t timeout_ms, moel
     constexpr size_t kBatch = 64;  // through a small array: the host's stack may be small
     const auto found = find_queue(queue);
     required(n, "n");
-    if (cap == 0) throw Error(Status::kInvalid, "cap is 0");
+    if (cap == 0) {
+      throw Error(Status::kInvalid, "cap is 0");
+    }
     required(events, "events");
     Event batch[kBatch];
     bool closed = false;
     const size_t count = found->wait(timeout_ms, batch, std::min(cap, kBatch), &closed);
-    if (closed) throw Error(Status::kClosed, "the queue was destroyed");
+    if (closed) {
+      throw Error(Status::kClosed, "the queue was destroyed");
+    }
     for (size_t i = 0; i < count; ++i) {
       static_assert(static_cast<int>(EventKind::kWake) == MOELORA_EVENT_WAKE);
       events[i] = {static_cast<int32_t>(batch[i].kind), static_cast<int32_t>(batch[i].status), batch[i].handle,

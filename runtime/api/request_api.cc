@@ -49,7 +49,9 @@ moelora_status moelora_request_set_tokens(moelora_engine* engine, moelora_reques
       throw Error(Status::kContextLength,
                   fmt::format("a prompt of {} tokens exceeds the context of {}", num_tokens, context));
     }
-    if (num_tokens > 0) required(tokens, "tokens");
+    if (num_tokens > 0) {
+      required(tokens, "tokens");
+    }
     object.request.prompt.assign(tokens, tokens + num_tokens);
   });
 }
@@ -115,8 +117,7 @@ moelora_status moelora_request_set_queue(moelora_engine* engine, moelora_request
 
 moelora_status moelora_request_set_priority(moelora_engine* engine, moelora_request request, int32_t priority,
                                             moelora_error* err) {
-  return build(engine, request, err,
-               [&](RequestObject& object, EngineObject&) { object.request.priority = priority; });
+  return build(engine, request, err, [&](RequestObject& object, EngineObject&) { object.request.priority = priority; });
 }
 
 moelora_status moelora_request_set_deadline(moelora_engine* engine, moelora_request request, uint64_t milliseconds,
@@ -135,7 +136,9 @@ moelora_status moelora_request_set_cache_salt(moelora_engine* engine, moelora_re
 moelora_status moelora_request_capture_logits(moelora_engine* engine, moelora_request request, int32_t first_position,
                                               moelora_error* err) {
   return build(engine, request, err, [&](RequestObject& object, EngineObject&) {
-    if (first_position < -1) throw Error(Status::kInvalid, fmt::format("first_position is {}", first_position));
+    if (first_position < -1) {
+      throw Error(Status::kInvalid, fmt::format("first_position is {}", first_position));
+    }
     object.request.capture_from = first_position;
   });
 }
@@ -144,7 +147,9 @@ moelora_status moelora_request_submit(moelora_engine* engine, moelora_request re
   return guard(err, [&] {
     const EngineCall call(engine);
     const Error answer = submit_requests(*call, {call->requests.find(request)}).front();
-    if (answer.status() != Status::kOk) throw answer;
+    if (answer.status() != Status::kOk) {
+      throw answer;
+    }
     return Status::kOk;
   });
 }
@@ -153,7 +158,9 @@ moelora_status moelora_submit_batch(moelora_engine* engine, const moelora_reques
                                     moelora_status* each, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (num_requests > 0) required(requests, "requests");
+    if (num_requests > 0) {
+      required(requests, "requests");
+    }
     std::vector<std::shared_ptr<RequestObject>> objects(num_requests);
     std::vector<Error> unknown(num_requests, Error(Status::kOk, ""));
     for (size_t i = 0; i < num_requests; ++i) {
@@ -167,10 +174,16 @@ moelora_status moelora_submit_batch(moelora_engine* engine, const moelora_reques
     size_t first_error = num_requests;
     for (size_t i = 0; i < num_requests; ++i) {
       const Status status = objects[i] == nullptr ? unknown[i].status() : answers[i].status();
-      if (each != nullptr) each[i] = static_cast<moelora_status>(status);
-      if (status != Status::kOk) first_error = std::min(first_error, i);
+      if (each != nullptr) {
+        each[i] = static_cast<moelora_status>(status);
+      }
+      if (status != Status::kOk) {
+        first_error = std::min(first_error, i);
+      }
     }
-    if (first_error == num_requests) return Status::kOk;
+    if (first_error == num_requests) {
+      return Status::kOk;
+    }
     const Error& error = objects[first_error] == nullptr ? unknown[first_error] : answers[first_error];
     throw Error(error.status(), fmt::format("request {} of {}: {}", first_error, num_requests, error.what()));
   });

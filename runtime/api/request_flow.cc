@@ -14,8 +14,12 @@ using State = RequestObject::State;
 // kBuilding -> kSubmitting with a Submission of its own, so that events and readers find it from the first token on.
 std::shared_ptr<Submission> begin_submit(const EngineObject& object, RequestObject& request) {
   const std::lock_guard<std::mutex> lock(request.mutex);
-  if (request.closed) throw Error(Status::kHandle, "the request was closed");
-  if (request.state != State::kBuilding) throw Error(Status::kInvalid, "the request was submitted already");
+  if (request.closed) {
+    throw Error(Status::kHandle, "the request was closed");
+  }
+  if (request.state != State::kBuilding) {
+    throw Error(Status::kInvalid, "the request was submitted already");
+  }
   const EngineInfo& info = object.engine->info();
   auto submission = std::make_shared<Submission>();
   submission->request = request.request;
@@ -38,11 +42,15 @@ void end_submit(EngineObject& object, RequestObject& request, bool accepted) {
   {
     const std::lock_guard<std::mutex> lock(request.mutex);
     request.state = accepted ? State::kSubmitted : State::kBuilding;
-    if (!accepted) request.submission.reset();
+    if (!accepted) {
+      request.submission.reset();
+    }
     close = accepted && (request.closed || object.closing);
   }
   request.settled.notify_all();
-  if (close) close_request(object, request);
+  if (close) {
+    close_request(object, request);
+  }
 }
 
 }  // namespace
@@ -64,7 +72,9 @@ std::shared_ptr<Submission> submission_of(const EngineObject& object, moelora_re
   const std::shared_ptr<RequestObject> request = object.requests.find(handle);
   std::unique_lock<std::mutex> lock(request->mutex);
   request->settled.wait(lock, [&] { return request->state != State::kSubmitting; });
-  if (request->state != State::kSubmitted) throw Error(Status::kInvalid, "the request was not submitted");
+  if (request->state != State::kSubmitted) {
+    throw Error(Status::kInvalid, "the request was not submitted");
+  }
   return request->submission;
 }
 
@@ -75,7 +85,9 @@ std::vector<Error> submit_requests(EngineObject& object, const std::vector<std::
   submissions.reserve(requests.size());
   index.reserve(requests.size());
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (requests[i] == nullptr) continue;
+    if (requests[i] == nullptr) {
+      continue;
+    }
     try {
       submissions.push_back(begin_submit(object, *requests[i]));
       index.push_back(i);
@@ -110,13 +122,19 @@ void close_request(EngineObject& object, RequestObject& request) {
     request.settled.wait(lock, [&] { return request.state != State::kSubmitting; });
     submission = request.submission;
   }
-  if (submission == nullptr) return;
+  if (submission == nullptr) {
+    return;
+  }
   submission->stream->close_reader();
-  if (!submission->stream->finished()) object.engine->cancel(submission, false);
+  if (!submission->stream->finished()) {
+    object.engine->cancel(submission, false);
+  }
 }
 
 void close_all_requests(EngineObject& object) {
-  for (const std::shared_ptr<RequestObject>& request : object.requests.all()) close_request(object, *request);
+  for (const std::shared_ptr<RequestObject>& request : object.requests.all()) {
+    close_request(object, *request);
+  }
 }
 
 moelora_result to_result(const RequestResult& result) {
@@ -144,8 +162,12 @@ Sampling to_sampling(const moelora_sampling* sampling) {
   moelora_sampling_init(&initial);
   const moelora_sampling given = sampling == nullptr ? initial : read_struct(sampling, "sampling", initial);
   known_flags(given.flags, MOELORA_SAMPLING_IGNORE_EOS);
-  if (given.n != 1) throw Error(Status::kUnsupported, fmt::format("sampling.n = {}; only 1 is supported", given.n));
-  if (given.reserved != 0) throw Error(Status::kInvalid, "sampling.reserved is not 0");
+  if (given.n != 1) {
+    throw Error(Status::kUnsupported, fmt::format("sampling.n = {}; only 1 is supported", given.n));
+  }
+  if (given.reserved != 0) {
+    throw Error(Status::kInvalid, "sampling.reserved is not 0");
+  }
   Sampling out;
   out.temperature = given.temperature;
   out.top_k = given.top_k;
@@ -168,7 +190,9 @@ Status read_tokens(EngineObject& object, const Submission& submission, int32_t t
   const auto limit = static_cast<size_t>(object.engine->options().output_buffer_tokens);
   const bool was_full = stream.unread() >= limit;
   const Status status = stream.read(timeout_ms, tokens, capacity, n);
-  if (was_full && *n > 0) object.engine->notify();  // it may go on
+  if (was_full && *n > 0) {
+    object.engine->notify();  // it may go on
+  }
   switch (status) {
     case Status::kBusy:
       throw Error(status, "another thread is reading this request");
@@ -176,7 +200,9 @@ Status read_tokens(EngineObject& object, const Submission& submission, int32_t t
       throw Error(status, "the request was closed");
     case Status::kEnd: {
       const RequestResult result = stream.result();
-      if (result.finish == FinishReason::kError) throw RequestError(result.status, result.message);
+      if (result.finish == FinishReason::kError) {
+        throw RequestError(result.status, result.message);
+      }
       return status;
     }
     default:

@@ -76,7 +76,9 @@ moelora_status moelora_session_info_get(moelora_engine* engine, moelora_session 
 moelora_status moelora_session_close(moelora_engine* engine, moelora_session session, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    if (session == 0) return Status::kOk;
+    if (session == 0) {
+      return Status::kOk;
+    }
     call->engine->close_session(call->sessions.remove(session)->session);
     return Status::kOk;
   });

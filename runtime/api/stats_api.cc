@@ -11,7 +11,9 @@ using namespace moelora::api;
 namespace {
 
 double mean_active_experts(const EngineStats& stats) {
-  if (stats.moe_layer_steps == 0) return 0.0;
+  if (stats.moe_layer_steps == 0) {
+    return 0.0;
+  }
   return static_cast<double>(stats.active_expert_sum) / static_cast<double>(stats.moe_layer_steps);
 }
 
@@ -70,7 +72,9 @@ class Exposition {
         out += "\\n";
         continue;
       }
-      if (c == '\\' || c == '"') out += '\\';
+      if (c == '\\' || c == '"') {
+        out += '\\';
+      }
       out += c;
     }
     return out;
@@ -114,12 +118,14 @@ void add_adapters(Exposition& out, EngineObject& object) {
   std::vector<std::pair<uint64_t, std::shared_ptr<Adapter>>> adapters;
   {
     const std::lock_guard<std::mutex> lock(object.mutex);
-    for (const auto& [id, handle] : object.adapter_handles) adapters.emplace_back(handle, object.adapters.find(handle));
+    for (const auto& [id, handle] : object.adapter_handles) {
+      adapters.emplace_back(handle, object.adapters.find(handle));
+    }
   }
   struct Family {
     const char* name;
     const char* help;
-    std::atomic<uint64_t> Adapter::*counter;
+    std::atomic<uint64_t> Adapter::* counter;
   };
   static constexpr Family kFamilies[] = {
       {"moelora_adapter_requests_total", "Requests of an adapter.", &Adapter::requests},
@@ -188,7 +194,9 @@ void moelora_sampling_init_sized(moelora_sampling* sampling, size_t size) {
   value.logprobs = initial.logprobs;
   value.n = 1;
   moelora_struct_init(sampling, size);
-  if (sampling == nullptr || size < sizeof(uint32_t)) return;
+  if (sampling == nullptr || size < sizeof(uint32_t)) {
+    return;
+  }
   value.struct_size = sampling->struct_size;
   std::memcpy(sampling, &value, std::min(size, sizeof value));
 }
@@ -200,10 +208,18 @@ moelora_status moelora_sampling_from_model(moelora_engine* engine, moelora_sampl
     moelora_sampling_init(&initial);
     moelora_sampling value = read_struct(sampling, "sampling", initial);
     const ModelConfig& config = call->engine->info().config;
-    if (config.default_temperature >= 0) value.temperature = config.default_temperature;
-    if (config.default_top_p >= 0) value.top_p = config.default_top_p;
-    if (config.default_top_k >= 0) value.top_k = config.default_top_k;
-    if (config.default_repetition_penalty >= 0) value.repetition_penalty = config.default_repetition_penalty;
+    if (config.default_temperature >= 0) {
+      value.temperature = config.default_temperature;
+    }
+    if (config.default_top_p >= 0) {
+      value.top_p = config.default_top_p;
+    }
+    if (config.default_top_k >= 0) {
+      value.top_k = config.default_top_k;
+    }
+    if (config.default_repetition_penalty >= 0) {
+      value.repetition_penalty = config.default_repetition_penalty;
+    }
     write_struct(sampling, value);
     return Status::kOk;
   });

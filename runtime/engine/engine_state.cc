@@ -16,6 +16,12 @@ AdapterLoadOptions Engine::adapter_load_options() const {
   AdapterLoadOptions options;
   options.max_rank = parts_->info.max_lora_rank;
   options.compute = parts_->options.compute;
+  const std::string& orientation = parts_->options.expert_orientation;
+  if (orientation == "natural") options.orientation = ExpertOrientation::kNatural;
+  if (orientation == "reversed") options.orientation = ExpertOrientation::kReversed;
+  const std::string& layout = parts_->options.expert_b_layout;
+  if (layout == "rank_major") options.b_layout = ExpertBLayout::kRankMajor;
+  if (layout == "grouped_by_expert") options.b_layout = ExpertBLayout::kGroupedByExpert;
   return options;
 }
 

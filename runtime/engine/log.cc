@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/engine/log.h"
 
+#include <cxxabi.h>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
-#include <cxxabi.h>
 #include <deque>
 #include <mutex>
 
@@ -45,7 +45,9 @@ void call_host(Log& log, LogLevel level, const std::string& text) {
     function = log.function;
     user = log.user;
   }
-  if (function == nullptr) return;
+  if (function == nullptr) {
+    return;
+  }
   struct Inside {
     Inside() { inside_callback = true; }
     ~Inside() { inside_callback = false; }
@@ -53,21 +55,27 @@ void call_host(Log& log, LogLevel level, const std::string& text) {
   try {
     function(user, static_cast<int32_t>(level), text.c_str());
   } catch (abi::__forced_unwind&) {
-    throw;  // the thread is being cancelled
+    throw;         // the thread is being cancelled
   } catch (...) {  // a host's exception ends here, it must not unwind the engine
   }
 }
 
 }  // namespace
 
-bool in_log_callback() { return inside_callback; }
+bool in_log_callback() {
+  return inside_callback;
+}
 
 void log_message(LogLevel level, const std::string& text) {
   Log& log = the_log();
-  if (level > log.level.load() || inside_callback) return;
+  if (level > log.level.load() || inside_callback) {
+    return;
+  }
   {
     const std::lock_guard<std::mutex> lock(log.mutex);
-    if (log.kept.size() == kKeptMessages) log.kept.pop_front();
+    if (log.kept.size() == kKeptMessages) {
+      log.kept.pop_front();
+    }
     log.kept.push_back({level, text});
     log.arrived.notify_one();
   }
@@ -93,12 +101,18 @@ Status read_log(int32_t timeout_ms, char* buffer, size_t capacity, size_t* n, in
     log.arrived.wait_until(lock, std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms), some);
   }
   *n = 0;
-  if (!some()) return Status::kTimeout;
+  if (!some()) {
+    return Status::kTimeout;
+  }
   const Message& message = log.kept.front();
   *n = message.text.size();
   *level = static_cast<int32_t>(message.level);
-  if (*n > capacity) return Status::kMore;
-  if (*n > 0) std::memcpy(buffer, message.text.data(), *n);
+  if (*n > capacity) {
+    return Status::kMore;
+  }
+  if (*n > 0) {
+    std::memcpy(buffer, message.text.data(), *n);
+  }
   log.kept.pop_front();
   return Status::kOk;
 }

@@ -22,10 +22,14 @@ uint64_t linear_granules(int32_t outputs, int32_t inputs, int32_t rank) {
 
 }  // namespace
 
-Dtype plan_kv_dtype(const EngineOptions& options) { return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32; }
+Dtype plan_kv_dtype(const EngineOptions& options) {
+  return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32;
+}
 
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config) {
-  if (options.max_context_tokens == 0) return config.max_position;
+  if (options.max_context_tokens == 0) {
+    return config.max_position;
+  }
   return static_cast<int32_t>(std::min<int64_t>(options.max_context_tokens, config.max_position));
 }
 
@@ -41,10 +45,10 @@ int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry
   }
   const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
   if (pages < geometry.layout.num_groups) {
-    throw Error(Status::kDeviceNomem,
-                "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
-                    " bytes do not hold one KV block (" + std::to_string(geometry.layout.num_groups) + " pages of " +
-                    std::to_string(geometry.page_bytes) + " bytes)");
+    throw Error(Status::kDeviceNomem, "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
+                                          " bytes do not hold one KV block (" +
+                                          std::to_string(geometry.layout.num_groups) + " pages of " +
+                                          std::to_string(geometry.page_bytes) + " bytes)");
   }
   return std::min(pages, kPagesMax);
 }
@@ -83,14 +87,13 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   const auto sequences = static_cast<int32_t>(options.max_num_sequences);
   plan.workspace_bytes = Workspace(config, WorkspaceLimits{rows, sequences, rank_limit}).bytes();
 
-  const KvGeometry geometry =
-      choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
-                         static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
+  const KvGeometry geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
+                                                 static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
   const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
   const int64_t pages = plan_pool_pages(options, geometry, plan.max_context_tokens, plan.available_bytes);
   plan.pool_bytes = static_cast<uint64_t>(pages) * page_bytes;
-  plan.kv_bytes_per_token = static_cast<uint64_t>(geometry.layout.num_groups) * page_bytes /
-                            static_cast<uint64_t>(options.kv_block_tokens);
+  plan.kv_bytes_per_token =
+      static_cast<uint64_t>(geometry.layout.num_groups) * page_bytes / static_cast<uint64_t>(options.kv_block_tokens);
   const int64_t context_pages = geometry.pages(plan.max_context_tokens);
   plan.kv_bytes_full_context = static_cast<uint64_t>(context_pages) * page_bytes;
 
@@ -99,8 +102,8 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   const int64_t left = pages - static_cast<int64_t>(adapter_pages) * num_adapters;
   plan.kv_tokens_with_adapters = std::max<int64_t>(left, 0) / geometry.layout.num_groups * options.kv_block_tokens;
   plan.adapters_fit = std::max<int64_t>(pages - context_pages, 0) / static_cast<int64_t>(adapter_pages);
-  plan.fits = left >= context_pages &&
-              plan.weight_bytes + plan.workspace_bytes + plan.pool_bytes <= plan.available_bytes;
+  plan.fits =
+      left >= context_pages && plan.weight_bytes + plan.workspace_bytes + plan.pool_bytes <= plan.available_bytes;
   return plan;
 }
 

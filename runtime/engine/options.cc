@@ -39,6 +39,7 @@ const std::vector<Row>& rows() {
   using enum OptionType;
   constexpr auto kMax32 = static_cast<double>(kInt32Max);
   constexpr auto kMax64 = static_cast<double>(kNoLimit);
+  // clang-format off
   static const std::vector<Row>& table = *new std::vector<Row>{
       {{"device", kString, "cpu", "Where the model runs."}, &O::device, 0, 0, {"cpu", "cuda"}},
       {{"num_threads", kInt, "0", "CPU workers; 0 = one for each core that the process may use."},
@@ -65,23 +66,30 @@ const std::vector<Row>& rows() {
       {{"max_batch_tokens", kInt, "512", "Rows of a step; longer prompts are computed in chunks."},
        &O::max_batch_tokens, 1, 1048576},
       {{"max_queued_requests", kInt, "1024", "Waiting requests; more are refused with E_OVERLOADED."},
-       &O::max_queued_requests, 1, kMax32},
+       &O::max_queued_requests, 1, 1048576},
       {{"max_context_tokens", kInt, "0", "Prompt and output of a sequence; 0 = the model's."},
        &O::max_context_tokens, 0, kMax32},
       {{"output_buffer_tokens", kInt, "4096", "Unread tokens that a request holds before `overrun` applies."},
        &O::output_buffer_tokens, 1, kMax32},
       {{"overrun", kString, "pause", "A request that nobody reads: pause it, or fail it with E_OVERRUN."},
        &O::overrun, 0, 0, {"pause", "fail"}},
+      {{"expert_orientation", kString, "auto", "3-D expert adapters whose files leave open which side is the input."},
+       &O::expert_orientation, 0, 0, {"auto", "natural", "reversed"}},
+      {{"expert_b_layout", kString, "auto", "Column order of B in 3-D expert adapters without a marker."},
+       &O::expert_b_layout, 0, 0, {"auto", "rank_major", "grouped_by_expert"}},
       {{"kernels", kString, "auto", "CPU: auto, or reference (plain loops, slow)."},
        &O::kernels, 0, 0, {"auto", "reference"}},
       {{"audit", kInt, "0", "Self-checks: 0 off, 1 at load and close, 2 every step."}, &O::audit, 0, 2},
   };
+  // clang-format on
   return table;
 }
 
 size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<size_t> row(b.size() + 1);
-  for (size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (size_t j = 0; j <= b.size(); ++j) {
+    row[j] = j;
+  }
   for (size_t i = 1; i <= a.size(); ++i) {
     size_t diagonal = std::exchange(row[0], i);
     for (size_t j = 1; j <= b.size(); ++j) {
@@ -98,7 +106,9 @@ std::string near_matches(std::string_view key) {
     const std::string_view name = row.key.name;
     const size_t distance = edit_distance(key, name);
     const bool part = key.size() >= 4 && name.find(key) != std::string_view::npos;
-    if (distance <= std::max<size_t>(2, name.size() / 3) || part) close.emplace_back(part ? 0 : distance, name);
+    if (distance <= std::max<size_t>(2, name.size() / 3) || part) {
+      close.emplace_back(part ? 0 : distance, name);
+    }
   }
   std::stable_sort(close.begin(), close.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::string text;
@@ -115,7 +125,9 @@ std::string shown(std::string_view text) {
 
 const Row& find_row(const std::string& key) {
   const auto found = std::find_if(rows().begin(), rows().end(), [&](const Row& row) { return key == row.key.name; });
-  if (found != rows().end()) return *found;
+  if (found != rows().end()) {
+    return *found;
+  }
   const std::string near = key.size() <= 128 ? near_matches(key) : std::string();
   throw Error(Status::kInvalid, fmt::format("unknown option \"{}\"{}", shown(key), near));
 }
@@ -144,17 +156,21 @@ template <class T>
 std::optional<T> parse_number(const std::string& text) {
   T value{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  if (error != std::errc() || end != text.data() + text.size()) {
+    return std::nullopt;
+  }
   return value;
 }
 
 void set_row(EngineOptions& options, const Row& row, int64_t value) {
   if (const auto* field = std::get_if<int64_t EngineOptions::*>(&row.field)) {
     const int64_t max = row.max >= static_cast<double>(kNoLimit) ? kNoLimit : static_cast<int64_t>(row.max);
-    if (value < static_cast<int64_t>(row.min) || value > max) fail_value(row, std::to_string(value));
-    options.**field = value;
+    if (value < static_cast<int64_t>(row.min) || value > max) {
+      fail_value(row, std::to_string(value));
+    }
+    options.** field = value;
   } else if (const auto* flag = std::get_if<bool EngineOptions::*>(&row.field); flag && (value == 0 || value == 1)) {
-    options.**flag = value == 1;
+    options.** flag = value == 1;
   } else if (std::holds_alternative<double EngineOptions::*>(row.field)) {
     set_option(options, row.key.name, static_cast<double>(value));
   } else {
@@ -167,7 +183,9 @@ void set_row(EngineOptions& options, const Row& row, int64_t value) {
 const std::vector<OptionKey>& option_keys() {
   static const std::vector<OptionKey>& keys = *[] {
     auto* list = new std::vector<OptionKey>;  // never destroyed, as rows()
-    for (const Row& row : rows()) list->push_back(row.key);
+    for (const Row& row : rows()) {
+      list->push_back(row.key);
+    }
     return list;
   }();
   return keys;
@@ -180,8 +198,10 @@ void set_option(EngineOptions& options, const std::string& key, int64_t value) {
 void set_option(EngineOptions& options, const std::string& key, double value) {
   const Row& row = find_row(key);
   if (const auto* field = std::get_if<double EngineOptions::*>(&row.field)) {
-    if (!(value >= row.min && value <= row.max)) fail_value(row, fmt::format("{}", value));
-    options.**field = value;
+    if (!(value >= row.min && value <= row.max)) {
+      fail_value(row, fmt::format("{}", value));
+    }
+    options.** field = value;
     return;
   }
   // 2^53: beyond it a double does not name one integer.
@@ -196,22 +216,32 @@ void set_option(EngineOptions& options, const std::string& key, const std::strin
   const Row& row = find_row(key);
   switch (row.key.type) {
     case OptionType::kString:
-      if (std::find(row.choices.begin(), row.choices.end(), value) == row.choices.end()) fail_value(row, value);
+      if (std::find(row.choices.begin(), row.choices.end(), value) == row.choices.end()) {
+        fail_value(row, value);
+      }
       if (const auto* compute = std::get_if<Compute EngineOptions::*>(&row.field)) {
-        options.**compute = value == "bf16" ? Compute::kBf16 : Compute::kExact;
+        options.** compute = value == "bf16" ? Compute::kBf16 : Compute::kExact;
       } else {
         options.*std::get<std::string EngineOptions::*>(row.field) = value;
       }
       return;
     case OptionType::kInt:
-      if (const auto number = parse_number<int64_t>(value)) return set_row(options, row, *number);
+      if (const auto number = parse_number<int64_t>(value)) {
+        return set_row(options, row, *number);
+      }
       break;
     case OptionType::kNumber:
-      if (const auto number = parse_number<double>(value)) return set_option(options, key, *number);
+      if (const auto number = parse_number<double>(value)) {
+        return set_option(options, key, *number);
+      }
       break;
     case OptionType::kBool:
-      if (value == "true" || value == "1") return set_row(options, row, 1);
-      if (value == "false" || value == "0") return set_row(options, row, 0);
+      if (value == "true" || value == "1") {
+        return set_row(options, row, 1);
+      }
+      if (value == "false" || value == "0") {
+        return set_row(options, row, 0);
+      }
       break;
   }
   fail_value(row, value);
@@ -245,7 +275,9 @@ void set_from_toml(EngineOptions& options, const std::string& key, const toml::n
     set_option(options, key, number->get());
   } else if (const auto* flag = value.as_boolean()) {
     const Row& row = find_row(key);
-    if (row.key.type != OptionType::kBool) fail_value(row, flag->get() ? "true" : "false");
+    if (row.key.type != OptionType::kBool) {
+      fail_value(row, flag->get() ? "true" : "false");
+    }
     set_row(options, row, flag->get() ? 1 : 0);
   } else {
     fail_value(find_row(key), "a table, array or date");
@@ -267,8 +299,7 @@ void load_options_toml(EngineOptions& options, const std::string& text, const st
       }
     }
   } catch (const toml::parse_error& error) {
-    throw Error(Status::kCorrupt,
-                fmt::format("{}:{}: {}", source, error.source().begin.line, error.description()));
+    throw Error(Status::kCorrupt, fmt::format("{}:{}: {}", source, error.source().begin.line, error.description()));
   }
   options = std::move(changed);
 }

@@ -22,32 +22,36 @@ struct LoadProgress {
   // Throws Error{kCancelled} if the host asked for it.
   void report(double done) {
     fraction.store(done);
-    if (abort.load()) throw Error(Status::kCancelled, "opening the model was cancelled by moelora_engine_abort_load");
+    if (abort.load()) {
+      throw Error(Status::kCancelled, "opening the model was cancelled by moelora_engine_abort_load");
+    }
   }
 };
 
 struct EngineOptions {
-  std::string device = "cpu";           // cpu | cuda
-  int64_t num_threads = 0;              // CPU workers; 0 = one for each available core
-  Compute compute = Compute::kExact;    // key "compute": exact | bf16
-  std::string kv_dtype = "auto";        // auto | f32 | bf16
+  std::string device = "cpu";         // cpu | cuda
+  int64_t num_threads = 0;            // CPU workers; 0 = one for each available core
+  Compute compute = Compute::kExact;  // key "compute": exact | bf16
+  std::string kv_dtype = "auto";      // auto | f32 | bf16
   bool deterministic = false;
   bool random_weights = false;
-  int64_t seed = 0;                     // of random weights
-  int64_t device_memory_bytes = 0;      // page pool, KV and adapters together; 0 = from the fraction
-  double device_memory_fraction = 0.25; // of free memory at creation
-  int64_t host_memory_bytes = 0;        // host copies of adapters; 0 = no limit
+  int64_t seed = 0;                      // of random weights
+  int64_t device_memory_bytes = 0;       // page pool, KV and adapters together; 0 = from the fraction
+  double device_memory_fraction = 0.25;  // of free memory at creation
+  int64_t host_memory_bytes = 0;         // host copies of adapters; 0 = no limit
   int64_t max_adapters_resident = 64;
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;
-  int64_t max_num_sequences = 64;       // running at once
-  int64_t max_batch_tokens = 512;       // rows of a step
+  int64_t max_num_sequences = 64;  // running at once
+  int64_t max_batch_tokens = 512;  // rows of a step
   int64_t max_queued_requests = 1024;
-  int64_t max_context_tokens = 0;       // 0 = the model's
-  int64_t output_buffer_tokens = 4096;  // tokens a request holds unread before it pauses
-  std::string overrun = "pause";        // pause | fail
-  std::string kernels = "auto";         // auto | reference (CPU: the plain loops)
-  int64_t audit = 0;                    // 0 off, 1 at load and close, 2 every step
+  int64_t max_context_tokens = 0;          // 0 = the model's
+  int64_t output_buffer_tokens = 4096;     // tokens a request holds unread before it pauses
+  std::string overrun = "pause";           // pause | fail
+  std::string expert_orientation = "auto";  // auto | natural | reversed (formats of 3-D expert adapters)
+  std::string expert_b_layout = "auto";     // auto | rank_major | grouped_by_expert
+  std::string kernels = "auto";            // auto | reference (CPU: the plain loops)
+  int64_t audit = 0;                       // 0 off, 1 at load and close, 2 every step
   std::shared_ptr<LoadProgress> progress;  // not a key; null = nobody watches
 };
 

@@ -21,7 +21,9 @@ namespace {
 template <class Predicate>
 bool wait_until_done(std::condition_variable& ready, std::unique_lock<std::mutex>& lock, int32_t timeout_ms,
                      const Predicate& done) {
-  if (timeout_ms == 0) return done();
+  if (timeout_ms == 0) {
+    return done();
+  }
   if (timeout_ms < 0) {
     ready.wait(lock, done);
     return true;
@@ -32,16 +34,24 @@ bool wait_until_done(std::condition_variable& ready, std::unique_lock<std::mutex
 }  // namespace
 
 CompletionQueue::CompletionQueue() : fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (fd_ < 0) throw Error(Status::kIo, std::string("eventfd of a queue: ") + std::strerror(errno));
+  if (fd_ < 0) {
+    throw Error(Status::kIo, std::string("eventfd of a queue: ") + std::strerror(errno));
+  }
   grow(16);
 }
 
-CompletionQueue::~CompletionQueue() { ::close(fd_); }
+CompletionQueue::~CompletionQueue() {
+  ::close(fd_);
+}
 
 void CompletionQueue::grow(size_t capacity) {
-  if (capacity <= ring_.size()) return;
+  if (capacity <= ring_.size()) {
+    return;
+  }
   std::vector<Slot> larger(std::max(capacity, 2 * ring_.size()));
-  for (size_t i = 0; i < size_; ++i) larger[i] = std::move(ring_[(first_ + i) % ring_.size()]);
+  for (size_t i = 0; i < size_; ++i) {
+    larger[i] = std::move(ring_[(first_ + i) % ring_.size()]);
+  }
   ring_.swap(larger);
   first_ = 0;
 }
@@ -69,13 +79,21 @@ void CompletionQueue::push(const Event& event, std::shared_ptr<std::atomic<bool>
 }
 
 void CompletionQueue::push_locked(const Event& event, std::shared_ptr<std::atomic<bool>> taken) {
-  if (closed_) return;
-  if (size_ == ring_.size()) grow(size_ + 1);
+  if (closed_) {
+    return;
+  }
+  if (size_ == ring_.size()) {
+    grow(size_ + 1);
+  }
   Slot& slot = ring_[(first_ + size_) % ring_.size()];
   slot.event = event;
   slot.taken = std::move(taken);
-  if (event.kind == EventKind::kAdapterReady && expected_ > 0) --expected_;  // comes once
-  if (++size_ == 1) signal();
+  if (event.kind == EventKind::kAdapterReady && expected_ > 0) {
+    --expected_;  // comes once
+  }
+  if (++size_ == 1) {
+    signal();
+  }
   ready_.notify_one();
 }
 
@@ -83,12 +101,16 @@ size_t CompletionQueue::wait(int32_t timeout_ms, Event* events, size_t capacity,
   std::unique_lock<std::mutex> lock(mutex_);
   wait_until_done(ready_, lock, timeout_ms, [&] { return size_ > 0 || closed_; });
   *closed = closed_;
-  if (closed_) return 0;
+  if (closed_) {
+    return 0;
+  }
   const size_t count = std::min(capacity, size_);
   for (size_t i = 0; i < count; ++i) {
     Slot& slot = ring_[first_];
     events[i] = slot.event;
-    if (slot.taken) slot.taken->store(true);
+    if (slot.taken) {
+      slot.taken->store(true);
+    }
     slot.taken.reset();
     first_ = (first_ + 1) % ring_.size();
     --size_;
@@ -105,7 +127,9 @@ size_t CompletionQueue::wait(int32_t timeout_ms, Event* events, size_t capacity,
 void CompletionQueue::wake() {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (size_t i = 0; i < size_; ++i) {
-    if (ring_[(first_ + i) % ring_.size()].event.kind == EventKind::kWake) return;
+    if (ring_[(first_ + i) % ring_.size()].event.kind == EventKind::kWake) {
+      return;
+    }
   }
   push_locked(Event{}, nullptr);
 }
@@ -113,7 +137,9 @@ void CompletionQueue::wake() {
 void CompletionQueue::close() {
   const std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;
-  for (Slot& slot : ring_) slot.taken.reset();
+  for (Slot& slot : ring_) {
+    slot.taken.reset();
+  }
   size_ = 0;
   signal();  // a poller must notice
   ready_.notify_all();
@@ -121,8 +147,13 @@ void CompletionQueue::close() {
 
 TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared_ptr<CompletionQueue> queue,
                          uint64_t handle, uint64_t tag, int64_t history_tokens)
-    : tokens_(host_memory()), logprobs_(host_memory()), captured_(host_memory()),
-      vocab_size_(vocab_size), queue_(std::move(queue)), handle_(handle), tag_(tag) {
+    : tokens_(host_memory()),
+      logprobs_(host_memory()),
+      captured_(host_memory()),
+      vocab_size_(vocab_size),
+      queue_(std::move(queue)),
+      handle_(handle),
+      tag_(tag) {
   const auto max_tokens = static_cast<size_t>(std::max(request.sampling.max_tokens, 0));
   tokens_.reserve(max_tokens);
   if (request.sampling.logprobs >= 0) {
@@ -143,7 +174,9 @@ TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared
 }
 
 TokenStream::~TokenStream() {
-  if (queue_) queue_->expect(-2);
+  if (queue_) {
+    queue_->expect(-2);
+  }
 }
 
 void TokenStream::emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs) {
@@ -158,18 +191,24 @@ void TokenStream::emit(int32_t token, const TopLogprob* logprobs, size_t num_log
 
 void TokenStream::capture(int32_t position, const float* logits) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (captured_rows_ == 0) captured_first_ = position;
+  if (captured_rows_ == 0) {
+    captured_first_ = position;
+  }
   captured_.insert(captured_.end(), logits, logits + vocab_size_);
   ++captured_rows_;
 }
 
 void TokenStream::finish(const RequestResult& result) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (finished_) return;
+  if (finished_) {
+    return;
+  }
   result_ = result;
   finished_ = true;
   ready_.notify_all();
-  if (queue_ && !reader_closed_) queue_->push({EventKind::kFinished, result.status, handle_, tag_});
+  if (queue_ && !reader_closed_) {
+    queue_->push({EventKind::kFinished, result.status, handle_, tag_});
+  }
 }
 
 size_t TokenStream::unread() const {
@@ -180,19 +219,26 @@ size_t TokenStream::unread() const {
 Status TokenStream::read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n) {
   *n = 0;
   std::unique_lock<std::mutex> lock(mutex_);
-  if (reader_closed_) return Status::kClosed;
-  if (reading_) return Status::kBusy;
+  if (reader_closed_) {
+    return Status::kClosed;
+  }
+  if (reading_) {
+    return Status::kBusy;
+  }
   reading_ = true;
   // Also reset when the waiting thread is cancelled (a forced unwind).
   struct Leave {
     bool& reading;
     ~Leave() { reading = false; }
   } leave{reading_};
-  wait_until_done(ready_, lock, timeout_ms,
-                  [&] { return reader_closed_ || finished_ || tokens_.size() > num_read_; });
-  if (reader_closed_) return Status::kClosed;
+  wait_until_done(ready_, lock, timeout_ms, [&] { return reader_closed_ || finished_ || tokens_.size() > num_read_; });
+  if (reader_closed_) {
+    return Status::kClosed;
+  }
   const size_t count = std::min(capacity, tokens_.size() - num_read_);
-  if (count == 0) return finished_ ? Status::kEnd : Status::kTimeout;
+  if (count == 0) {
+    return finished_ ? Status::kEnd : Status::kTimeout;
+  }
   std::copy_n(tokens_.begin() + static_cast<ptrdiff_t>(num_read_), count, tokens);
   num_read_ += count;
   *n = count;
@@ -226,10 +272,12 @@ size_t TokenStream::read_logprobs(int32_t first_position, int32_t num_positions,
   const int64_t last = static_cast<int64_t>(first_position) + num_positions;
   const auto begin = std::partition_point(logprobs_.begin(), logprobs_.end(),
                                           [&](const TopLogprob& entry) { return entry.position < first_position; });
-  const auto end = std::partition_point(begin, logprobs_.end(),
-                                        [&](const TopLogprob& entry) { return entry.position < last; });
+  const auto end =
+      std::partition_point(begin, logprobs_.end(), [&](const TopLogprob& entry) { return entry.position < last; });
   *needed = static_cast<size_t>(end - begin);
-  if (*needed > capacity) return 0;
+  if (*needed > capacity) {
+    return 0;
+  }
   std::copy(begin, end, buffer);
   return *needed;
 }
@@ -246,9 +294,13 @@ int32_t TokenStream::captured_first() const {
 
 size_t TokenStream::read_captured(int32_t row, float* buffer, size_t capacity) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (row < 0 || row >= captured_rows_) return 0;
+  if (row < 0 || row >= captured_rows_) {
+    return 0;
+  }
   const auto width = static_cast<size_t>(vocab_size_);
-  if (capacity < width) return width;
+  if (capacity < width) {
+    return width;
+  }
   std::copy_n(captured_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(row) * width), width, buffer);
   return width;
 }

@@ -19,7 +19,12 @@
 namespace moelora {
 
 enum class EventKind : int32_t {
-  kTokens = 1, kFinished = 2, kAdapterReady = 3, kSessionEvicted = 4, kEngineFailed = 5, kWake = 6
+  kTokens = 1,
+  kFinished = 2,
+  kAdapterReady = 3,
+  kSessionEvicted = 4,
+  kEngineFailed = 5,
+  kWake = 6
 };
 struct Event {
   EventKind kind = EventKind::kWake;
@@ -70,17 +75,17 @@ struct TopLogprob {
   int32_t position;  // of the output token, from 0
   int32_t token;
   float logprob;
-  int32_t rank;      // 1 = most likely; the sampled token's own entry comes first at each position
+  int32_t rank;  // 1 = most likely; the sampled token's own entry comes first at each position
 };
 
 struct RequestResult {
   FinishReason finish = FinishReason::kNone;
   Status status = Status::kOk;
-  std::string message;         // of an error
+  std::string message;  // of an error
   int32_t prompt_tokens = 0;
   int32_t output_tokens = 0;
-  int32_t cached_tokens = 0;   // prompt tokens not computed again (session, prefix)
-  int32_t stop_index = -1;     // which stop token; -1 = eos or none
+  int32_t cached_tokens = 0;  // prompt tokens not computed again (session, prefix)
+  int32_t stop_index = -1;    // which stop token; -1 = eos or none
   int32_t preemptions = 0;
   uint64_t seed = 0;
   double queue_ms = 0, prefill_ms = 0, decode_ms = 0, adapter_wait_ms = 0, first_token_ms = 0;

@@ -15,7 +15,9 @@ void* c_allocate(void*, size_t size, size_t alignment) {
   void* memory = nullptr;
   return posix_memalign(&memory, std::max(alignment, sizeof(void*)), size) == 0 ? memory : nullptr;
 }
-void c_deallocate(void*, void* memory, size_t, size_t) { std::free(memory); }
+void c_deallocate(void*, void* memory, size_t, size_t) {
+  std::free(memory);
+}
 
 struct Mimalloc {
   void* (*malloc_aligned)(size_t size, size_t alignment) = nullptr;
@@ -24,7 +26,9 @@ struct Mimalloc {
 void* mi_allocate(void* user, size_t size, size_t alignment) {
   return static_cast<const Mimalloc*>(user)->malloc_aligned(size, alignment);
 }
-void mi_deallocate(void* user, void* memory, size_t, size_t) { static_cast<const Mimalloc*>(user)->free(memory); }
+void mi_deallocate(void* user, void* memory, size_t, size_t) {
+  static_cast<const Mimalloc*>(user)->free(memory);
+}
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr bool kUseMimalloc = false;  // a sanitizer sees only the memory of its own malloc
@@ -36,9 +40,13 @@ constexpr bool kUseMimalloc = true;
 // symbols to us.
 const Mimalloc* open_mimalloc() {
   static Mimalloc functions;
-  if (!kUseMimalloc) return nullptr;
+  if (!kUseMimalloc) {
+    return nullptr;
+  }
   void* library = dlopen("libmimalloc.so.2", RTLD_LOCAL | RTLD_LAZY);
-  if (library == nullptr) return nullptr;
+  if (library == nullptr) {
+    return nullptr;
+  }
   functions.malloc_aligned = reinterpret_cast<void* (*)(size_t, size_t)>(dlsym(library, "mi_malloc_aligned"));
   functions.free = reinterpret_cast<void (*)(void*)>(dlsym(library, "mi_free"));
   return functions.malloc_aligned != nullptr && functions.free != nullptr ? &functions : nullptr;
@@ -52,7 +60,9 @@ struct Choice {
 
   void make() {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (made) return;
+    if (made) {
+      return;
+    }
     if (const Mimalloc* functions = open_mimalloc()) {
       allocator = {mi_allocate, mi_deallocate, const_cast<Mimalloc*>(functions)};
       name = "mimalloc";
@@ -75,7 +85,9 @@ class HostMemory final : public std::pmr::memory_resource {
  private:
   void* do_allocate(size_t bytes, size_t alignment) override {
     void* memory = allocator_.allocate(allocator_.user, std::max<size_t>(bytes, 1), alignment);
-    if (memory == nullptr) throw std::bad_alloc();
+    if (memory == nullptr) {
+      throw std::bad_alloc();
+    }
     return memory;
   }
   void do_deallocate(void* memory, size_t bytes, size_t alignment) override {
@@ -91,7 +103,9 @@ class HostMemory final : public std::pmr::memory_resource {
 bool set_host_allocator(const HostAllocator& allocator) {
   Choice& chosen = choice();
   const std::lock_guard<std::mutex> lock(chosen.mutex);
-  if (chosen.made) return false;
+  if (chosen.made) {
+    return false;
+  }
   chosen.allocator = allocator;
   chosen.name = "host";
   chosen.made = true;

@@ -61,8 +61,8 @@ class Bench {
     for (int64_t i = 0; i < flags.adapters; ++i) {
       const std::string name = "bench-" + std::to_string(i);
       moelora_adapter adapter = 0;
-      must(moelora_adapter_load_random, engine.get(), name.data(), name.size(), flags.rank,
-           target_bits(flags.targets), flags.seed + static_cast<uint64_t>(i) + 1, &adapter);
+      must(moelora_adapter_load_random, engine.get(), name.data(), name.size(), flags.rank, target_bits(flags.targets),
+           flags.seed + static_cast<uint64_t>(i) + 1, &adapter);
       adapters_.push_back(adapter);
     }
   }
@@ -256,8 +256,8 @@ int bench(BenchFlags& flags) {
   const Engine engine(config.get(), flags.engine.model);
   const moelora_engine_info info = engine.info();
   if (flags.input + flags.output > info.max_context_tokens) {
-    throw Failure(MOELORA_E_CONTEXT_LENGTH, "--input and --output exceed the context of " +
-                                                std::to_string(info.max_context_tokens) + " tokens");
+    throw Failure(MOELORA_E_CONTEXT_LENGTH,
+                  "--input and --output exceed the context of " + std::to_string(info.max_context_tokens) + " tokens");
   }
   Bench run(flags, engine);
   if (!flags.no_warm_up) {

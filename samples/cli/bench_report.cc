@@ -10,7 +10,9 @@
 namespace moelora_cli {
 namespace {
 
-double median(const std::vector<double>& values) { return quantile(values, 0.5); }
+double median(const std::vector<double>& values) {
+  return quantile(values, 0.5);
+}
 
 // Pure decode steps with every stream in them; where there is none (fewer requests than streams), all pure ones.
 std::vector<size_t> decode_steps(const BenchMeasurements& measured) {

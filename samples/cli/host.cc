@@ -93,7 +93,9 @@ std::vector<moelora_event> Queue::wait(int32_t timeout_ms) const {
   return events;
 }
 
-Request::Request(moelora_engine* engine) : engine_(engine) { must(moelora_request_create, engine_, &handle_); }
+Request::Request(moelora_engine* engine) : engine_(engine) {
+  must(moelora_request_create, engine_, &handle_);
+}
 
 Request::~Request() {
   if (handle_ != 0) {
@@ -131,7 +133,9 @@ void Request::set_queue(const Queue& queue, uint64_t tag) {
   must(moelora_request_set_queue, engine_, handle_, queue.get(), tag);
 }
 
-void Request::submit() { must(moelora_request_submit, engine_, handle_); }
+void Request::submit() {
+  must(moelora_request_submit, engine_, handle_);
+}
 
 size_t Request::read(int32_t timeout_ms) {
   std::array<int32_t, 256> buffer;
@@ -183,12 +187,18 @@ std::vector<float> Request::captured_row(int32_t row) const {
 
 const char* finish_name(int32_t reason) {
   switch (reason) {
-    case MOELORA_FINISH_STOP: return "stop";
-    case MOELORA_FINISH_LENGTH: return "length";
-    case MOELORA_FINISH_CANCELLED: return "cancelled";
-    case MOELORA_FINISH_DEADLINE: return "deadline";
-    case MOELORA_FINISH_ERROR: return "error";
-    default: return "none";
+    case MOELORA_FINISH_STOP:
+      return "stop";
+    case MOELORA_FINISH_LENGTH:
+      return "length";
+    case MOELORA_FINISH_CANCELLED:
+      return "cancelled";
+    case MOELORA_FINISH_DEADLINE:
+      return "deadline";
+    case MOELORA_FINISH_ERROR:
+      return "error";
+    default:
+      return "none";
   }
 }
 

@@ -21,7 +21,9 @@ struct InspectFlags {
   bool plan_only = false;
 };
 
-void line(const char* name, const std::string& value) { std::printf("  %-26s %s\n", name, value.c_str()); }
+void line(const char* name, const std::string& value) {
+  std::printf("  %-26s %s\n", name, value.c_str());
+}
 
 std::string bytes(uint64_t count) {
   char text[64];
@@ -79,9 +81,9 @@ void print_engine(const moelora_engine_info& info) {
   line("heads, KV heads, size", std::to_string(info.num_heads) + ", " + std::to_string(info.num_kv_heads) + ", " +
                                     std::to_string(info.head_dim));
   line("intermediate", std::to_string(info.intermediate_size));
-  line("experts", info.num_experts == 0 ? "none (dense)"
-                                        : std::to_string(info.num_experts) + ", " +
-                                              std::to_string(info.num_experts_active) + " a token");
+  line("experts", info.num_experts == 0
+                      ? "none (dense)"
+                      : std::to_string(info.num_experts) + ", " + std::to_string(info.num_experts_active) + " a token");
   line("device", std::string(info.device_name) + ", " + std::to_string(info.num_threads) + " threads");
 }
 
@@ -108,13 +110,21 @@ int inspect_model(const InspectFlags& flags) {
 }
 
 std::string target_names(uint32_t targets) {
-  static const std::pair<uint32_t, const char*> kNames[] = {
-      {MOELORA_TARGET_Q, "q"}, {MOELORA_TARGET_K, "k"}, {MOELORA_TARGET_V, "v"}, {MOELORA_TARGET_O, "o"},
-      {MOELORA_TARGET_ROUTER, "router"}, {MOELORA_TARGET_GATE, "gate"}, {MOELORA_TARGET_UP, "up"},
-      {MOELORA_TARGET_DOWN, "down"}, {MOELORA_TARGET_SHARED_GATE, "shared gate"},
-      {MOELORA_TARGET_SHARED_UP, "shared up"}, {MOELORA_TARGET_SHARED_DOWN, "shared down"},
-      {MOELORA_TARGET_SHARED_EXPERT_GATE, "shared expert's gate"}, {MOELORA_TARGET_EXPERT_GATE, "experts' gate"},
-      {MOELORA_TARGET_EXPERT_UP, "experts' up"}, {MOELORA_TARGET_EXPERT_DOWN, "experts' down"}};
+  static const std::pair<uint32_t, const char*> kNames[] = {{MOELORA_TARGET_Q, "q"},
+                                                            {MOELORA_TARGET_K, "k"},
+                                                            {MOELORA_TARGET_V, "v"},
+                                                            {MOELORA_TARGET_O, "o"},
+                                                            {MOELORA_TARGET_ROUTER, "router"},
+                                                            {MOELORA_TARGET_GATE, "gate"},
+                                                            {MOELORA_TARGET_UP, "up"},
+                                                            {MOELORA_TARGET_DOWN, "down"},
+                                                            {MOELORA_TARGET_SHARED_GATE, "shared gate"},
+                                                            {MOELORA_TARGET_SHARED_UP, "shared up"},
+                                                            {MOELORA_TARGET_SHARED_DOWN, "shared down"},
+                                                            {MOELORA_TARGET_SHARED_EXPERT_GATE, "shared expert's gate"},
+                                                            {MOELORA_TARGET_EXPERT_GATE, "experts' gate"},
+                                                            {MOELORA_TARGET_EXPERT_UP, "experts' up"},
+                                                            {MOELORA_TARGET_EXPERT_DOWN, "experts' down"}};
   std::string text;
   for (const auto& [bit, name] : kNames) {
     if ((targets & bit) != 0) {

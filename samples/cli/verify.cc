@@ -29,7 +29,9 @@ struct Counts {
   int passed = 0, failed = 0, skipped = 0, near_ties = 0;
 };
 
-const char* label(const std::string& adapter) { return adapter.empty() ? "base" : adapter.c_str(); }
+const char* label(const std::string& adapter) {
+  return adapter.empty() ? "base" : adapter.c_str();
+}
 
 class Verifier {
  public:
@@ -48,8 +50,8 @@ class Verifier {
   int run() {
     const moelora_engine_info info = engine_->info();
     std::printf("%s: %s, %s, %s%s\n", flags_.dir.c_str(), info.architecture,
-                info.device_kind == MOELORA_DEVICE_CUDA ? "cuda" : "cpu",
-                flags_.mixed ? "one batch" : "one at a time", flags_.engine.deterministic ? ", deterministic" : "");
+                info.device_kind == MOELORA_DEVICE_CUDA ? "cuda" : "cpu", flags_.mixed ? "one batch" : "one at a time",
+                flags_.engine.deterministic ? ", deterministic" : "");
     std::map<size_t, Outcome> outcomes = flags_.mixed ? answer_together() : answer_singly();
     judge_all(outcomes);
     if (flags_.mixed && flags_.engine.deterministic) {
@@ -239,8 +241,8 @@ class Verifier {
     counts_.near_ties += verdict.near_tie ? 1 : 0;
     if (verdict.logits_error > worst_logits_ || worst_logits_case_.empty()) {
       worst_logits_ = verdict.logits_error;
-      worst_logits_case_ = reference.name + " position " + std::to_string(verdict.position) + " token " +
-                           std::to_string(verdict.token);
+      worst_logits_case_ =
+          reference.name + " position " + std::to_string(verdict.position) + " token " + std::to_string(verdict.token);
     }
     if (verdict.delta_error > worst_delta_) {
       worst_delta_ = verdict.delta_error;
@@ -265,9 +267,9 @@ class Verifier {
     int different = 0;
     for (const auto& [i, outcome] : together) {
       const Outcome& alone = singly.at(i);
-      const bool equal = outcome.tokens == alone.tokens && outcome.logits.size() == alone.logits.size() &&
-                         std::memcmp(outcome.logits.data(), alone.logits.data(),
-                                     outcome.logits.size() * sizeof(float)) == 0;
+      const bool equal =
+          outcome.tokens == alone.tokens && outcome.logits.size() == alone.logits.size() &&
+          std::memcmp(outcome.logits.data(), alone.logits.data(), outcome.logits.size() * sizeof(float)) == 0;
       if (!equal) {
         ++different;
         std::printf("FAILED %-16s bits in the batch differ from one at a time\n", folder_.cases[i].name.c_str());

@@ -100,8 +100,8 @@ void judge_greedy(const Case& reference, const Outcome& outcome, const Tolerance
   const double allowed = std::max(tolerances.margin, tolerances.margin_relative * largest);
   verdict.near_tie = reference.greedy_margin[equal] <= allowed;
   if (!verdict.near_tie) {
-    fail(verdict, "greedy token " + std::to_string(equal) + " is " + std::to_string(outcome.tokens[equal]) +
-                      ", not " + std::to_string(reference.greedy[equal]) + " (margin " +
+    fail(verdict, "greedy token " + std::to_string(equal) + " is " + std::to_string(outcome.tokens[equal]) + ", not " +
+                      std::to_string(reference.greedy[equal]) + " (margin " +
                       text("%.2e, a difference is allowed up to %.0e)", reference.greedy_margin[equal], allowed));
   }
 }
@@ -110,9 +110,12 @@ void judge_greedy(const Case& reference, const Outcome& outcome, const Tolerance
 
 Tolerances tolerances_of(Precision precision) {
   switch (precision) {
-    case Precision::kBf16: return {2e-2, 5e-2, 5e-2, 0, 0.5, 0, 4e-2};
-    case Precision::kQuantised: return {1e-3, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
-    default: return {1e-4, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
+    case Precision::kBf16:
+      return {2e-2, 5e-2, 5e-2, 0, 0.5, 0, 4e-2};
+    case Precision::kQuantised:
+      return {1e-3, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
+    default:
+      return {1e-4, 1e-3, 5e-3, 0.1, 0, 1e-3, 0};
   }
 }
 

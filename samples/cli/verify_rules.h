@@ -17,26 +17,26 @@ struct Outcome {
 };
 
 struct Tolerances {
-  double logits;            // max |a - ref| / max |ref|, over a row
-  double delta;             // ||d - dref|| / ||dref||
-  double small_delta;       // the same where ||dref|| < small_delta_ratio ||ref||
+  double logits;       // max |a - ref| / max |ref|, over a row
+  double delta;        // ||d - dref|| / ||dref||
+  double small_delta;  // the same where ||dref|| < small_delta_ratio ||ref||
   double small_delta_ratio;
-  double min_delta_ratio;   // below, the delta is not judged
-  double margin;            // greedy tokens may differ where the reference's margin is at most this ...
-  double margin_relative;   // ... or this times max |logit|
+  double min_delta_ratio;  // below, the delta is not judged
+  double margin;           // greedy tokens may differ where the reference's margin is at most this ...
+  double margin_relative;  // ... or this times max |logit|
 };
 enum class Precision { kExact, kQuantised, kBf16 };
 Tolerances tolerances_of(Precision precision);
 
 struct Verdict {
   bool passed = true;
-  double logits_error = 0;  // of the worst row
-  int32_t position = 0;     // of that row
-  int32_t token = 0;        // vocabulary entry with the largest difference
-  double delta_error = -1;  // -1: not judged
-  int32_t tokens_equal = 0; // greedy, up to the first difference
-  bool near_tie = false;    // a difference that the margin allows
-  std::string why;          // of a failure
+  double logits_error = 0;   // of the worst row
+  int32_t position = 0;      // of that row
+  int32_t token = 0;         // vocabulary entry with the largest difference
+  double delta_error = -1;   // -1: not judged
+  int32_t tokens_equal = 0;  // greedy, up to the first difference
+  bool near_tie = false;     // a difference that the margin allows
+  std::string why;           // of a failure
 };
 
 // `base` and `base_outcome` belong to the same prompt; both null for a case of the base model.

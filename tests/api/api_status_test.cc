@@ -92,7 +92,9 @@ TEST_CASE("long and invalid texts in messages stay UTF-8 and terminated") {
   Err err;
   for (size_t shift = 0; shift < 3; ++shift) {
     std::string path(shift, 'x');
-    for (int i = 0; i < 1000; ++i) path += "\xe2\x82\xac";  // the euro sign, 3 bytes
+    for (int i = 0; i < 1000; ++i) {
+      path += "\xe2\x82\xac";  // the euro sign, 3 bytes
+    }
     std::memset(err.error.message, 0x7f, sizeof err.error.message);
     CHECK(moelora_config_load_toml(config.config, path.data(), path.size(), err) == MOELORA_E_IO);
     const size_t length = strnlen(err.error.message, sizeof err.error.message);
@@ -189,7 +191,9 @@ TEST_CASE("TOML: all or nothing, with line and key") {
   CHECK(load("num_threads = [1]") == MOELORA_E_INVALID);
   CHECK(load("a = " + std::string(100000, '[')) == MOELORA_E_CORRUPT);
   std::string dotted = "a";
-  for (int i = 0; i < 100000; ++i) dotted += ".a";
+  for (int i = 0; i < 100000; ++i) {
+    dotted += ".a";
+  }
   CHECK(load(dotted + " = 1") == MOELORA_E_CORRUPT);
   CHECK(load(std::string(2u << 20, '#')) == MOELORA_E_INVALID);
   CHECK(moelora_config_load_toml(config.config, "/no/such/file.toml", MOELORA_STRLEN, err) == MOELORA_E_IO);
@@ -264,14 +268,18 @@ TEST_CASE("the log: callback, reentrancy, ring") {
   Err err;
   CHECK(moelora_log_set(9, fn, &seen, err) == MOELORA_E_INVALID);
   REQUIRE(moelora_log_set(MOELORA_LOG_INFO, fn, &seen, err) == MOELORA_OK);
-  { const moelora_host::Host host; }
+  {
+    const moelora_host::Host host;
+  }
   CHECK(seen.text.find("opened") != std::string::npos);
   CHECK(seen.level == MOELORA_LOG_INFO);
   CHECK(seen.inside == MOELORA_E_REENTRANT);
   CHECK(moelora_config_set_int(config.config, "num_threads", MOELORA_STRLEN, 1, err) == MOELORA_OK);
   REQUIRE(moelora_log_set(MOELORA_LOG_INFO, nullptr, nullptr, err) == MOELORA_OK);
   seen.text.clear();
-  { const moelora_host::Host host; }
+  {
+    const moelora_host::Host host;
+  }
   CHECK(seen.text.empty());
 
   char buffer[4096];
@@ -306,14 +314,22 @@ TEST_CASE("the message belongs to the call, not to the thread or the library") {
       for (int i = 0; i < kCalls; ++i) {
         const std::string key = "key_" + std::to_string(t) + "_" + std::to_string(i);
         const moelora_status status = moelora_config_set_int(config, key.data(), key.size(), 1, err);
-        if (i % 16 == 0) std::this_thread::yield();
-        if (status != MOELORA_E_INVALID || !err.names("\"" + key + "\"")) ++wrong[static_cast<size_t>(t)];
+        if (i % 16 == 0) {
+          std::this_thread::yield();
+        }
+        if (status != MOELORA_E_INVALID || !err.names("\"" + key + "\"")) {
+          ++wrong[static_cast<size_t>(t)];
+        }
       }
       moelora_config_destroy(config);
     });
   }
-  for (std::thread& thread : threads) thread.join();
-  for (const int count : wrong) CHECK(count == 0);
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+  for (const int count : wrong) {
+    CHECK(count == 0);
+  }
 }
 
 TEST_CASE("memory plan from config.json alone") {

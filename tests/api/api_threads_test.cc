@@ -40,7 +40,9 @@ TEST_CASE("a second reader is told so; closing wakes the first") {
   std::atomic<moelora_status> first{99};
   std::thread reader([&] {
     moelora_status status = MOELORA_E_BUSY;  // while the other one is inside
-    while (status == MOELORA_E_BUSY) status = read_one(engine, stuck.blocked, -1);
+    while (status == MOELORA_E_BUSY) {
+      status = read_one(engine, stuck.blocked, -1);
+    }
     first = status;
   });
   moelora_status second = MOELORA_TIMEOUT;
@@ -77,13 +79,17 @@ TEST_CASE("the last release wakes every waiting call") {
     generated = moelora_generate_tokens(engine, 0, 1.0f, kPrompt.data(), kPrompt.size(), nullptr, tokens, 16, &n,
                                         nullptr, nullptr);
   });
-  while (inside < 2) std::this_thread::yield();
+  while (inside < 2) {
+    std::this_thread::yield();
+  }
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   std::thread drainer([&] {
     ++inside;
     drained = moelora_engine_drain(engine, -1, nullptr);
   });
-  while (inside < 3) std::this_thread::yield();
+  while (inside < 3) {
+    std::this_thread::yield();
+  }
   std::this_thread::sleep_for(std::chrono::milliseconds(50));
   stuck.reset();
   reader.join();
@@ -117,7 +123,9 @@ TEST_CASE("wakes from any thread arrive, one at a time") {
   moelora_event events[8];
   size_t n = 0;
   CHECK(moelora_queue_wait(queue, 0, events, 8, &n, nullptr) == MOELORA_TIMEOUT);
-  for (int i = 0; i < 100; ++i) CHECK(moelora_queue_wake(queue, nullptr) == MOELORA_OK);
+  for (int i = 0; i < 100; ++i) {
+    CHECK(moelora_queue_wake(queue, nullptr) == MOELORA_OK);
+  }
   CHECK(moelora_queue_wait(queue, 0, events, 8, &n, nullptr) == MOELORA_OK);
   CHECK(n == 1);
   CHECK(events[0].kind == MOELORA_EVENT_WAKE);
@@ -148,20 +156,30 @@ TEST_CASE("close, cancel and read race") {
         const auto pause = std::chrono::microseconds(random() % 3000);
         std::thread closer([&, pause] {
           std::this_thread::sleep_for(pause);
-          if (round % 3 == 0 && moelora_request_cancel(host.engine, request, 0, nullptr) < 0) ++wrong;
-          if (moelora_request_close(host.engine, request, nullptr) != MOELORA_OK) ++wrong;
+          if (round % 3 == 0 && moelora_request_cancel(host.engine, request, 0, nullptr) < 0) {
+            ++wrong;
+          }
+          if (moelora_request_close(host.engine, request, nullptr) != MOELORA_OK) {
+            ++wrong;
+          }
         });
         moelora_status status = MOELORA_OK;
         while (status == MOELORA_OK || status == MOELORA_TIMEOUT || status == MOELORA_END) {
           status = read_one(host.engine, request, 20);
         }
-        if (status != MOELORA_E_CLOSED && status != MOELORA_E_HANDLE) ++wrong;
+        if (status != MOELORA_E_CLOSED && status != MOELORA_E_HANDLE) {
+          ++wrong;
+        }
         closer.join();
-        if (moelora_request_close(host.engine, request, nullptr) != MOELORA_E_HANDLE) ++wrong;
+        if (moelora_request_close(host.engine, request, nullptr) != MOELORA_E_HANDLE) {
+          ++wrong;
+        }
       }
     });
   }
-  for (std::thread& thread : threads) thread.join();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
   CHECK(wrong == 0);
   CHECK(host.answer(kPrompt, 4).size() == 4);
 }
@@ -188,7 +206,9 @@ TEST_CASE("adapters come and go under requests of other threads") {
   moelora_adapter attn = 0;
   REQUIRE(moelora_adapter_find(host.engine, "attn", 4, &attn, nullptr) == MOELORA_OK);
   while (!stop) {
-    if (host.answer(kPrompt, 6, attn) != wanted) ++wrong;
+    if (host.answer(kPrompt, 6, attn) != wanted) {
+      ++wrong;
+    }
   }
   changer.join();
   CHECK(wrong == 0);

@@ -10,7 +10,7 @@ trap 'rm -rf "$work"' EXIT
 strict="-pedantic-errors -Wall -Wextra -Werror -Wpadded -I $source_dir/include"
 count=0
 for header in moelora.h moelora_experimental.h; do
-  printf '#include <%s>\n#include <%s>\nint moelora_used(void);\nint moelora_used(void) { return MOELORA_E_INTERNAL; }\n' \
+  printf '#include <%s>\n#include <%s>\nint used(void);\nint used(void) { return MOELORA_E_INTERNAL; }\n' \
     "$header" "$header" >"$work/host.c"
   cp "$work/host.c" "$work/host.cc"
   for standard in c89 gnu89 c99 c11 c17; do
@@ -36,8 +36,8 @@ if "$cc" -std=c89 $strict -fsyntax-only "$work/bad.c" 2>/dev/null; then
 fi
 
 # The program at the top of the header compiles as it stands.
-sed -n '/^ \*     #include <stdio.h>/,/^ \*     }$/p' "$source_dir/include/moelora.h" | sed 's/^ \*     \{0,1\}//; s/^ \*$//' \
-  >"$work/example.c"
+sed -n '/^ \*     #include <stdio.h>/,/^ \*     }$/p' "$source_dir/include/moelora.h" |
+  sed 's/^ \*     \{0,1\}//; s/^ \*$//' >"$work/example.c"
 [ "$(wc -l <"$work/example.c")" -ge 20 ]
 "$cc" -std=c99 -Wall -Wextra -I "$source_dir/include" -fsyntax-only "$work/example.c"
 

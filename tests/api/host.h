@@ -16,9 +16,15 @@
 
 namespace moelora_host {
 
-inline std::string case_dir() { return std::string(MOELORA_SOURCE_DIR) + "/tests/data/cases/qwen3_moe"; }
-inline std::string model_dir() { return case_dir() + "/model"; }
-inline std::string adapter_dir(const std::string& name) { return case_dir() + "/adapters/" + name; }
+inline std::string case_dir() {
+  return std::string(MOELORA_SOURCE_DIR) + "/tests/data/cases/qwen3_moe";
+}
+inline std::string model_dir() {
+  return case_dir() + "/model";
+}
+inline std::string adapter_dir(const std::string& name) {
+  return case_dir() + "/adapters/" + name;
+}
 
 struct Err {
   moelora_error error;
@@ -61,7 +67,9 @@ class Host {
     const std::string dir = model_dir();
     const moelora_status status = moelora_engine_create(config, dir.data(), dir.size(), &engine, err);
     moelora_config_destroy(config);
-    if (status != MOELORA_OK) FAIL("engine_create: " << err.message());
+    if (status != MOELORA_OK) {
+      FAIL("engine_create: " << err.message());
+    }
   }
   ~Host() { moelora_engine_release(engine); }
   Host(const Host&) = delete;
@@ -71,9 +79,11 @@ class Host {
     moelora_adapter adapter = 0;
     Err err;
     const std::string dir = adapter_dir(name);
-    const moelora_status status = moelora_adapter_load_dir(engine, name.data(), name.size(), dir.data(), dir.size(),
-                                                           flags, &adapter, err);
-    if (status != MOELORA_OK) FAIL("adapter " << name << ": " << err.message());
+    const moelora_status status =
+        moelora_adapter_load_dir(engine, name.data(), name.size(), dir.data(), dir.size(), flags, &adapter, err);
+    if (status != MOELORA_OK) {
+      FAIL("adapter " << name << ": " << err.message());
+    }
     return adapter;
   }
   [[nodiscard]] moelora_request build(const std::vector<int32_t>& prompt, int32_t max_tokens,
@@ -83,14 +93,18 @@ class Host {
     REQUIRE(moelora_request_set_tokens(engine, request, prompt.data(), prompt.size(), nullptr) == MOELORA_OK);
     const moelora_sampling sampling = greedy(max_tokens);
     REQUIRE(moelora_request_set_sampling(engine, request, &sampling, nullptr) == MOELORA_OK);
-    if (adapter != 0) REQUIRE(moelora_request_set_adapter(engine, request, adapter, 1.0f, nullptr) == MOELORA_OK);
+    if (adapter != 0) {
+      REQUIRE(moelora_request_set_adapter(engine, request, adapter, 1.0f, nullptr) == MOELORA_OK);
+    }
     return request;
   }
   [[nodiscard]] moelora_request submit(const std::vector<int32_t>& prompt, int32_t max_tokens,
                                        moelora_adapter adapter = 0) const {
     const moelora_request request = build(prompt, max_tokens, adapter);
     Err err;
-    if (moelora_request_submit(engine, request, err) != MOELORA_OK) FAIL("submit: " << err.message());
+    if (moelora_request_submit(engine, request, err) != MOELORA_OK) {
+      FAIL("submit: " << err.message());
+    }
     return request;
   }
   // Reads to the end in chunks; the final status is END.
@@ -103,8 +117,12 @@ class Host {
       Err err;
       const moelora_status status =
           moelora_request_read(engine, request, 60000, buffer.data(), buffer.size(), nullptr, 0, &chunk, err);
-      if (status == MOELORA_END) return all;
-      if (status != MOELORA_OK) FAIL("read: " << moelora_status_name(status) << " " << err.message());
+      if (status == MOELORA_END) {
+        return all;
+      }
+      if (status != MOELORA_OK) {
+        FAIL("read: " << moelora_status_name(status) << " " << err.message());
+      }
       CHECK(chunk.first_position == static_cast<int32_t>(all.size()));
       all.insert(all.end(), buffer.begin(), buffer.begin() + chunk.num_tokens);
     }
@@ -117,7 +135,9 @@ class Host {
     Err err;
     const moelora_status status = moelora_generate_tokens(engine, adapter, scale, prompt.data(), prompt.size(),
                                                           &sampling, tokens.data(), tokens.size(), &n, nullptr, err);
-    if (status != MOELORA_OK) FAIL("generate: " << err.message());
+    if (status != MOELORA_OK) {
+      FAIL("generate: " << err.message());
+    }
     tokens.resize(n);
     return tokens;
   }
@@ -140,7 +160,9 @@ inline Reference reference(const std::string& adapter, size_t prompt_tokens) {
   const nlohmann::json expected = nlohmann::json::parse(file);
   for (const auto& entry : expected.at("cases")) {
     const std::string name = entry.at("adapter").is_null() ? "" : entry.at("adapter").get<std::string>();
-    if (name != adapter || entry.at("prompt").size() != prompt_tokens) continue;
+    if (name != adapter || entry.at("prompt").size() != prompt_tokens) {
+      continue;
+    }
     return {entry.at("prompt").get<std::vector<int32_t>>(), entry.at("greedy").get<std::vector<int32_t>>()};
   }
   FAIL("no reference for " << adapter);

@@ -22,7 +22,9 @@ void* counted(void*, size_t size, size_t alignment) {
   ++num_allocations;
   return std::aligned_alloc(alignment, (size + alignment - 1) / alignment * alignment);
 }
-void release(void*, void* memory, size_t, size_t) { std::free(memory); }
+void release(void*, void* memory, size_t, size_t) {
+  std::free(memory);
+}
 
 // Before any other test of this program takes memory.
 const bool allocator_was_set = set_host_allocator({counted, release, nullptr});
@@ -45,11 +47,17 @@ bool readable(int fd) {
 
 void* operator new(size_t size) {
   ++num_allocations;
-  if (void* memory = std::malloc(size)) return memory;
+  if (void* memory = std::malloc(size)) {
+    return memory;
+  }
   throw std::bad_alloc();
 }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, size_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept {
+  std::free(memory);
+}
+void operator delete(void* memory, size_t) noexcept {
+  std::free(memory);
+}
 
 TEST_CASE("tokens come out in order, then the end, which is sticky") {
   TokenStream stream(request_of(5), 10, nullptr, 1, 0);
@@ -57,7 +65,9 @@ TEST_CASE("tokens come out in order, then the end, which is sticky") {
   size_t n = 9;
   CHECK(stream.read(0, tokens, 8, &n) == Status::kTimeout);
   CHECK(n == 0);
-  for (int32_t i = 0; i < 5; ++i) stream.emit(10 + i, nullptr, 0);
+  for (int32_t i = 0; i < 5; ++i) {
+    stream.emit(10 + i, nullptr, 0);
+  }
   CHECK(stream.unread() == 5);
   CHECK(stream.read(-1, tokens, 2, &n) == Status::kOk);
   CHECK(n == 2);
@@ -99,9 +109,13 @@ TEST_CASE("emitting, capturing and ending take no memory") {
       stream->emit(t, entries, 3);
       stream->capture(t + 1, logits.data());
     }
-    if (t % 7 == 0) queue->wait(0, events, 4, &closed);
+    if (t % 7 == 0) {
+      queue->wait(0, events, 4, &closed);
+    }
   }
-  for (const auto& stream : streams) stream->finish(result);
+  for (const auto& stream : streams) {
+    stream->finish(result);
+  }
   CHECK(num_allocations == before);
   CHECK(streams[3]->captured_rows() == kTokens);
   CHECK(streams[3]->captured_first() == 1);
@@ -111,7 +125,9 @@ TEST_CASE("one tokens event a stream at a time, and the end after it") {
   auto queue = std::make_shared<CompletionQueue>();
   TokenStream stream(request_of(10), 10, queue, 77, 5);
   CHECK(!readable(queue->fd()));
-  for (int i = 0; i < 4; ++i) stream.emit(i, nullptr, 0);
+  for (int i = 0; i < 4; ++i) {
+    stream.emit(i, nullptr, 0);
+  }
   CHECK(readable(queue->fd()));
   Event events[8];
   bool closed = true;
@@ -136,14 +152,20 @@ TEST_CASE("the ring keeps its order through growth and wrapping") {
   uint64_t next = 0;
   uint64_t expected = 0;
   for (int round = 0; round < 50; ++round) {
-    for (int i = 0; i < 7; ++i) queue.push({EventKind::kAdapterReady, Status::kOk, ++next, 0});
+    for (int i = 0; i < 7; ++i) {
+      queue.push({EventKind::kAdapterReady, Status::kOk, ++next, 0});
+    }
     const size_t n = queue.wait(0, events, 5, &closed);
     REQUIRE(n == 5);
-    for (size_t i = 0; i < n; ++i) REQUIRE(events[i].handle == ++expected);
+    for (size_t i = 0; i < n; ++i) {
+      REQUIRE(events[i].handle == ++expected);
+    }
   }
   size_t n;
   while ((n = queue.wait(0, events, 16, &closed)) > 0) {
-    for (size_t i = 0; i < n; ++i) REQUIRE(events[i].handle == ++expected);
+    for (size_t i = 0; i < n; ++i) {
+      REQUIRE(events[i].handle == ++expected);
+    }
   }
   CHECK(expected == next);
   CHECK(!readable(queue.fd()));
@@ -160,7 +182,9 @@ TEST_CASE("closing the reader or the queue wakes whoever waits, and stops the ev
   });
   int32_t token;
   size_t n;
-  while (stream.read(0, &token, 1, &n) != Status::kBusy) std::this_thread::yield();
+  while (stream.read(0, &token, 1, &n) != Status::kBusy) {
+    std::this_thread::yield();
+  }
   stream.close_reader();
   reader.join();
   CHECK(status == static_cast<int>(Status::kClosed));
@@ -174,7 +198,9 @@ TEST_CASE("closing the reader or the queue wakes whoever waits, and stops the ev
   std::thread waiter([&] {
     Event event;
     bool now_closed = false;
-    while (!now_closed) queue->wait(-1, &event, 1, &now_closed);
+    while (!now_closed) {
+      queue->wait(-1, &event, 1, &now_closed);
+    }
     woken = true;
   });
   queue->close();

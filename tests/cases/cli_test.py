@@ -90,7 +90,8 @@ def test_run_files_and_as_completed():
     result = moelora("run", "--model", MODEL, "--input", source, "--output", target, "--as-completed")
     with open(target, encoding="utf-8") as file:
         answers = [json.loads(line) for line in file]
-    check(result.returncode == 0 and {answer["id"] for answer in answers} == {"long", "short"}, "run with files", result)
+    identities = {answer["id"] for answer in answers}
+    check(result.returncode == 0 and identities == {"long", "short"}, "run with files", result)
     result = moelora("run", "--model", MODEL, "--input", "/nowhere.jsonl")
     check(result.returncode == 1 and "/nowhere.jsonl" in result.stderr, "run names a missing file", result)
 

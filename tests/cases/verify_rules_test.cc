@@ -76,7 +76,7 @@ TEST_CASE("a large delta has the tighter bound, and in bf16 a small one is not j
   const auto exact = tolerances_of(Precision::kExact);
   CHECK(judge(reference, {reference.logits, {0}}, &base, &base_outcome, exact).passed);  // 2.2e-4 of 40
   const Outcome off{{100.0f - 0.09f, 1.0f}, {0}};
-  CHECK_FALSE(judge(reference, {reference.logits, {0}}, &base, &off, exact).passed);     // 2.2e-3 of 40
+  CHECK_FALSE(judge(reference, {reference.logits, {0}}, &base, &off, exact).passed);  // 2.2e-3 of 40
   const Case close = make_case({90.0f, 1.0f}, {0}, {1.0});
   const auto bf16 = judge(close, {{91.0f, 1.0f}, {0}}, &base, &base_outcome, tolerances_of(Precision::kBf16));
   CHECK(bf16.passed);
@@ -95,5 +95,6 @@ TEST_CASE("greedy tokens may differ only at a near tie, and only from there on")
   CHECK_FALSE(judge(reference, {reference.logits, {9, 6, 7}}, nullptr, nullptr, exact).passed);
   CHECK_FALSE(judge(reference, {reference.logits, {5, 6}}, nullptr, nullptr, exact).passed);
   // bf16: 4e-2 of the largest logit, here 0.4.
-  CHECK_FALSE(judge(reference, {reference.logits, {9, 6, 7}}, nullptr, nullptr, tolerances_of(Precision::kBf16)).passed);
+  const auto bf16 = tolerances_of(Precision::kBf16);
+  CHECK_FALSE(judge(reference, {reference.logits, {9, 6, 7}}, nullptr, nullptr, bf16).passed);
 }
