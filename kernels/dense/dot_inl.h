@@ -2,15 +2,16 @@
 // Products of stored weight rows with packed activation rows: the microkernels under linear, moe_gate_up and
 // moe_down. Two ways to the same bits: dot_stored widens weights to fp32 in registers (few rows: the weights come
 // from memory once and bandwidth is the limit), dot_widened reads a tile that dot_stored left in fp32 when it
-// did the first rows (many rows: widening once is cheaper). Both keep one accumulator vector for each (row,
-// output), add products in ascending k and end in reduce4, so a row's bits do not depend on which of them ran,
-// nor on how many rows ran with it.
+// did the first rows (many rows: widening once is cheaper). Both sum each (row, output) in the same order, see
+// kSlice, so a row's bits do not depend on which of them ran, nor on how many rows ran with it.
 #if defined(MOELORA_KERNELS_DENSE_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOELORA_KERNELS_DENSE_DOT_INL_H_
 #undef MOELORA_KERNELS_DENSE_DOT_INL_H_
 #else
 #define MOELORA_KERNELS_DENSE_DOT_INL_H_
 #endif
+
+#include <algorithm>
 
 #include "kernels/base/simd_inl.h"
 #include "kernels/base/tensor.h"
@@ -59,38 +60,33 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
   }
 }
 
-// Where the sums of a run over k come from and go to. `partial` holds the accumulators of a microkernel between
-// slices of k; the last slice writes sums[r * stride + o] instead.
-struct Slice {
+// k is cut into slices of 1024: a slice's products are summed in the lanes of one accumulator for each (row,
+// output), reduce4 makes a number of it, and the numbers are added in the order of the slices. So what waits
+// between slices is one float and not a vector, and six slices of activations fit L1.
+constexpr int64_t kSlice = 1024;
+
+// Where the sums of four outputs go: sums[r * stride + o]. first: nothing is there yet.
+struct Sums {
   bool first;
-  bool last;
-  float* partial;
   float* sums;
   int64_t stride;
 };
 
 template <int kRows>
-HWY_INLINE void begin_slice(const Slice& slice, FloatVec* acc) {
+HWY_INLINE void clear(FloatVec* acc) {
   const FloatTag d;
 #pragma GCC unroll 32
-  for (int i = 0; i < kRows * kGroup; ++i) {
-    acc[i] = slice.first ? hn::Zero(d) : hn::Load(d, slice.partial + i * kLanes);
-  }
+  for (int i = 0; i < kRows * kGroup; ++i) acc[i] = hn::Zero(d);
 }
 
 template <int kRows>
-HWY_INLINE void end_slice(const Slice& slice, const FloatVec* acc) {
-  const FloatTag d;
+HWY_INLINE void add_slice(const FloatVec* acc, const Sums& to) {
   const hn::FixedTag<float, 4> d4;
-  if (!slice.last) {
-#pragma GCC unroll 32
-    for (int i = 0; i < kRows * kGroup; ++i) hn::Store(acc[i], d, slice.partial + i * kLanes);
-    return;
-  }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
-    hn::StoreU(reduce4(acc[r * kGroup], acc[r * kGroup + 1], acc[r * kGroup + 2], acc[r * kGroup + 3]), d4,
-               slice.sums + r * slice.stride);
+    float* at = to.sums + r * to.stride;
+    const auto sum = reduce4(acc[r * kGroup], acc[r * kGroup + 1], acc[r * kGroup + 2], acc[r * kGroup + 3]);
+    hn::StoreU(to.first ? sum : hn::Add(hn::LoadU(d4, at), sum), d4, at);
   }
 }
 
@@ -147,51 +143,56 @@ HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t
   }
 }
 
-// Products of four stored weight rows with kRows rows over `count` elements of k (a multiple of the block
-// except at the end of a row). kWiden: also leaves the weights in `widened` for dot_widened; else reads ahead.
+// Products of four stored weight rows with kRows rows over the elements [0, count) of k, a whole row or, with
+// kWiden, one slice of it, which then also leaves the weights in `widened` for dot_widened.
 template <Dtype kDtype, int kRows, bool kWiden>
 HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t count, const ReadAhead& ahead,
-                           float* widened, const Slice& slice) {
+                           float* widened, Sums to) {
   constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
-  FloatVec acc[kRows * kGroup];
-  begin_slice<kRows>(slice, acc);
+  const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
   const float* x[kRows];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) x[r] = rows[r];
   const uint8_t* following = ahead.following;
-  const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
   int64_t at = 0;
-  for (; at + kBlock <= count; at += kBlock) {
-    if constexpr (!kWiden) {
-      const bool inside = at + kNear * kBlock < count;
-      const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
-      read_ahead<kBytes>(ahead, block.stride, near, following);
+  while (at < count) {
+    const int64_t end = std::min(count, at + kSlice);
+    FloatVec acc[kRows * kGroup];
+    clear<kRows>(acc);
+    for (; at + kBlock <= end; at += kBlock) {
+      if constexpr (!kWiden) {
+        const bool inside = at + kNear * kBlock < count;
+        const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
+        read_ahead<kBytes>(ahead, block.stride, near, following);
+      }
+      multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
+      multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
+      block.first += kBytes;
+      following += kBytes;
+      if constexpr (kWiden) widened += 2 * kGroup * kLanes;
     }
-    multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
-    multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
-    block.first += kBytes;
-    following += kBytes;
-    if constexpr (kWiden) widened += 2 * kGroup * kLanes;
-  }
-  if (at < count) {  // what follows the row in memory may be anything: zeros instead
-    alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
-    for (int o = 0; o < kGroup; ++o) {
-      std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(count - at) * dtype_bytes(kDtype));
+    if (at < end) {  // what follows the row in memory may be anything: zeros instead
+      alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
+      for (int o = 0; o < kGroup; ++o) {
+        std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(end - at) * dtype_bytes(kDtype));
+      }
+      const StoredRows padded{rest[0], sizeof rest[0]};
+      multiply_half<kDtype, kRows, 0, kWiden>(padded, x, at, widened, acc);
+      multiply_half<kDtype, kRows, 1, kWiden>(padded, x, at, widened, acc);
+      at = end;
     }
-    const StoredRows padded{rest[0], sizeof rest[0]};
-    multiply_half<kDtype, kRows, 0, kWiden>(padded, x, at, widened, acc);
-    multiply_half<kDtype, kRows, 1, kWiden>(padded, x, at, widened, acc);
+    add_slice<kRows>(acc, to);
+    to.first = false;
   }
-  end_slice<kRows>(slice, acc);
 }
 
-// The same over `vectors` vectors of four widened rows: [vector of k][4][L].
+// The same over one slice of `vectors` vectors of four widened rows: [vector of k][4][L].
 template <int kRows>
 HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const* rows, int64_t vectors,
-                            const Slice& slice) {
+                            const Sums& to) {
   const FloatTag d;
   FloatVec acc[kRows * kGroup];
-  begin_slice<kRows>(slice, acc);
+  clear<kRows>(acc);
   const float* x[kRows];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) x[r] = rows[r];
@@ -206,7 +207,7 @@ HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const*
       for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
     }
   }
-  end_slice<kRows>(slice, acc);
+  add_slice<kRows>(acc, to);
 }
 
 }  // namespace HWY_NAMESPACE

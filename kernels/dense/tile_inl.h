@@ -21,12 +21,11 @@ namespace moelora {
 namespace HWY_NAMESPACE {
 
 constexpr int kMaxTileOutputs = 64;   // of one matrix
-constexpr int kRowBlock = 48;         // rows whose sums wait for `finish` together; a multiple of kPanel
+constexpr int kRowBlock = 96;         // rows whose sums wait for `finish` together; a multiple of kPanel
 constexpr int kDirectRows = 12;       // up to here a tile is read in place
 constexpr size_t kSumsFloats = size_t{2} * kRowBlock * kMaxTileOutputs;
-constexpr size_t kPartialFloats = size_t{kMaxTileOutputs} * kDirectRows * kLanes;
 constexpr size_t kWidenedBytes = 1u << 20;
-constexpr size_t kTileScratchBytes = (kSumsFloats + kPartialFloats) * sizeof(float) + kWidenedBytes;
+constexpr size_t kTileScratchBytes = kSumsFloats * sizeof(float) + kWidenedBytes;
 
 // Rows of activations in pack order: row i is packed + stride * (index ? index[begin + i] : begin + i).
 struct TileRows {
@@ -79,9 +78,6 @@ struct Panel {
   int32_t count;
 };
 
-// Slices of k that widened tiles are done in: a panel's rows times 1024 stay in L1.
-constexpr int64_t k_slices(int64_t k) { return (k + 1023) / 1024; }
-
 // Brings memory that this worker reads later into L2, a few lines at a time between microkernels.
 struct Prefetcher {
   const uint8_t* at = nullptr;
@@ -98,23 +94,32 @@ struct TileMatrix {
   int32_t count;
   int32_t k;
   float* widened;  // [group][vector of k][4][L]
-  float* partial;  // [group][row][4][L]
   float* sums;     // [rows, kMaxTileOutputs]
 };
 
 // kInPlace reads stored weights, kWiden also leaves them in fp32, kWidened reads what kWiden left.
 enum class Source : uint8_t { kInPlace, kWiden, kWidened };
 
-// The rows of a tile in groups of four. The last group of a count that four does not divide overlaps the one
-// before it (the same products twice, the same bits); fewer than four rows are taken one by one.
+// The outputs of a tile in groups of four. The last group of a count that four does not divide overlaps the one
+// before it (the same products twice); fewer than four outputs are taken one by one. Group g leaves its sums
+// at 4 g; `compact` moves them to where their outputs belong.
 struct Groups {
-  explicit Groups(int32_t rows) : count(rows < kGroup ? rows : (rows + kGroup - 1) / kGroup), rows_(rows) {}
-  [[nodiscard]] int32_t row(int32_t g) const { return rows_ < kGroup ? g : std::min(g * kGroup, rows_ - kGroup); }
-  [[nodiscard]] bool single() const { return rows_ < kGroup; }
+  explicit Groups(int32_t outputs)
+      : count(outputs < kGroup ? outputs : (outputs + kGroup - 1) / kGroup), outputs_(outputs) {}
+  [[nodiscard]] int32_t row(int32_t g) const { return single() ? g : std::min(g * kGroup, outputs_ - kGroup); }
+  [[nodiscard]] bool single() const { return outputs_ < kGroup; }
+  void compact(float* sums, int32_t rows) const {
+    if (outputs_ % kGroup == 0) return;
+    for (int32_t r = 0; r < rows; ++r, sums += kMaxTileOutputs) {
+      for (int32_t g = single() ? 1 : count - 1; g < count; ++g) {
+        std::copy_n(sums + g * kGroup, single() ? 1 : kGroup, sums + row(g));
+      }
+    }
+  }
   int32_t count;
 
  private:
-  int32_t rows_;
+  int32_t outputs_;
 };
 
 // Sums of at most kDirectRows rows. kInPlace runs over the whole of k for four weight rows at a time, as they lie
@@ -127,8 +132,7 @@ HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t row
   const Groups groups(w.count);
   const int64_t vectors = (w.k + kBlock - 1) / kBlock * 2;
   const int32_t panels = Panel::ceil_panels(rows);
-  const int64_t slices = kSource == Source::kInPlace ? 1 : k_slices(w.k);
-  const int64_t depth = padded_k((w.k + slices - 1) / slices);
+  const int64_t depth = kSource == Source::kInPlace ? w.k : kSlice;
   for (int64_t at = 0; at < w.k; at += depth) {
     const int64_t count = std::min<int64_t>(w.k - at, depth);
     for (int32_t g = 0; g < groups.count; ++g) {
@@ -142,17 +146,15 @@ HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t row
         const Panel panel(p, rows);
         const float* panel_x[kPanel];
         for (int32_t r = 0; r < panel.count; ++r) panel_x[r] = x[panel.begin + r] + at;
-        const Slice slice{at == 0, at + count == w.k,
-                          w.partial + (static_cast<int64_t>(g) * rows + panel.begin) * kGroup * kLanes,
-                          w.sums + panel.begin * kMaxTileOutputs + groups.row(g), kMaxTileOutputs};
+        const Sums to{at == 0, w.sums + panel.begin * kMaxTileOutputs + g * kGroup, kMaxTileOutputs};
         with_rows(panel.count, [&](auto panel_rows) HWY_ATTR {
           if constexpr (kSource == Source::kWidened) {
-            dot_widened<panel_rows>(widened, panel_x, (count + kBlock - 1) / kBlock * 2, slice);
+            dot_widened<panel_rows>(widened, panel_x, (count + kBlock - 1) / kBlock * 2, to);
           } else if constexpr (kSource == Source::kWiden) {
-            dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, slice);
+            dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, to);
           } else {
             const ReadAhead read{following + p * 2 * stride, p == 0, panels == 1};
-            dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, slice);
+            dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, to);
           }
         });
       }
@@ -167,8 +169,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
                          std::byte* scratch, const Finish& finish) {
   float* const first_sums = reinterpret_cast<float*>(scratch);
   float* const sums[2] = {first_sums, first_sums + kSumsFloats / 2};
-  float* const partial = first_sums + kSumsFloats;
-  float* const widened = partial + kPartialFloats;
+  float* const widened = first_sums + kSumsFloats;
   const int64_t matrix_floats = Groups(w.count).count * kGroup * padded_k(k);
   const bool direct = rows.count <= kDirectRows ||
                       matrix_floats * w.matrices * static_cast<int64_t>(sizeof(float)) >
@@ -179,7 +180,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
     const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
     next = {ahead, ahead + bytes, 0};
     next.lines_a_call =
-        bytes / 64 / (Panel::ceil_panels(rows.count) * k_slices(k) * Groups(w.count).count) + 1;
+        bytes / 64 / (Panel::ceil_panels(rows.count) * ((k + kSlice - 1) / kSlice) * Groups(w.count).count) + 1;
   }
   for (int32_t b = 0; b < blocks; ++b) {
     const int32_t begin = b * rows.count / blocks;
@@ -187,7 +188,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
     const float* x[kRowBlock];
     for (int32_t r = 0; r < count; ++r) x[r] = rows.row(begin + r);
     for (int32_t m = 0; m < w.matrices; ++m) {
-      TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, partial, sums[m]};
+      TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, sums[m]};
       const int32_t step = direct ? kDirectRows : kPanel;
       for (int32_t r = 0; r < count; r += step, matrix.sums += step * kMaxTileOutputs) {
         const int32_t step_rows = std::min(step, count - r);
@@ -201,6 +202,7 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
         }
       }
     }
+    for (int32_t m = 0; m < w.matrices; ++m) Groups(w.count).compact(sums[m], count);
     finish(begin, count, sums);
   }
 }

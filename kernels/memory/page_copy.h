@@ -24,7 +24,7 @@ struct WritePagesArgs {
   int64_t page_bytes = 0;
   const std::byte* source = nullptr;  // host
   int64_t bytes = 0;
-  const int32_t* pages = nullptr;     // [ceil(bytes / page_bytes)]
+  const int32_t* pages = nullptr;  // [ceil(bytes / page_bytes)]
 };
 
 void copy_pages_cpu(const CopyPagesArgs& args, Stream& stream);

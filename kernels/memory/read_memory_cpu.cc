@@ -20,7 +20,9 @@ void read_memory_cpu(const ReadMemoryArgs& args, Stream& stream) {
       __builtin_prefetch(line + 2048, 0, 0);
       uint64_t words[8];
       std::memcpy(words, line, sizeof words);
-      for (int lane = 0; lane < 8; ++lane) lanes[lane] += words[lane];
+      for (int lane = 0; lane < 8; ++lane) {
+        lanes[lane] += words[lane];
+      }
     }
     uint64_t sum = 0;
     for (; i < count; ++i) {
@@ -28,10 +30,14 @@ void read_memory_cpu(const ReadMemoryArgs& args, Stream& stream) {
       std::memcpy(&word, args.data + begin + i * 8, sizeof word);
       sum += word;
     }
-    for (const uint64_t lane : lanes) sum += lane;
+    for (const uint64_t lane : lanes) {
+      sum += lane;
+    }
     total.fetch_add(sum, std::memory_order_relaxed);
   });
-  if (args.sum != nullptr) *args.sum = total.load();
+  if (args.sum != nullptr) {
+    *args.sum = total.load();
+  }
 }
 
 }  // namespace moelora

@@ -13,9 +13,9 @@
 namespace moelora {
 
 struct Adapter {
-  uint64_t id = 0;          // unique in the process, never reused
+  uint64_t id = 0;  // unique in the process, never reused
   std::string name;
-  float scale = 1.0f;       // the handle's own factor (clone)
+  float scale = 1.0f;  // the handle's own factor (clone)
   std::shared_ptr<const AdapterImage> image;
   std::atomic<int32_t> slot{0};       // > 0 while resident; written by the engine thread
   std::atomic<int32_t> pins{0};       // by the host; a pinned adapter is not evicted from the device

@@ -34,18 +34,24 @@ void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
                                           " pages; an adapter can have at most " + std::to_string(pages_per_slot_) +
                                           " (raise device_memory_bytes or lower max_adapters_resident)");
   }
-  if (!is_held(adapter->image.get())) host_bytes_ += adapter->image->stream.size();
+  if (!is_held(adapter->image.get())) {
+    host_bytes_ += adapter->image->stream.size();
+  }
   adapters_.push_back(adapter);
   names_[adapter->name] = adapter;
 }
 
 void AdapterCache::remove(const Adapter& adapter) {
   const auto named = names_.find(adapter.name);
-  if (named != names_.end() && named->second.get() == &adapter) names_.erase(named);
+  if (named != names_.end() && named->second.get() == &adapter) {
+    names_.erase(named);
+  }
   const AdapterImage* image = adapter.image.get();
   const size_t before = adapters_.size();
   std::erase_if(adapters_, [&](const auto& held) { return held.get() == &adapter; });
-  if (adapters_.size() < before && !is_held(image)) host_bytes_ -= image->stream.size();
+  if (adapters_.size() < before && !is_held(image)) {
+    host_bytes_ -= image->stream.size();
+  }
 }
 
 std::shared_ptr<Adapter> AdapterCache::find(const std::string& name) const {
@@ -53,7 +59,9 @@ std::shared_ptr<Adapter> AdapterCache::find(const std::string& name) const {
   return found == names_.end() ? nullptr : found->second;
 }
 
-std::vector<std::shared_ptr<Adapter>> AdapterCache::list() const { return adapters_; }
+std::vector<std::shared_ptr<Adapter>> AdapterCache::list() const {
+  return adapters_;
+}
 
 int32_t AdapterCache::pages_of(const AdapterImage& image) const {
   const auto bytes = static_cast<int64_t>(image.stream.size());
@@ -62,15 +70,16 @@ int32_t AdapterCache::pages_of(const AdapterImage& image) const {
 
 int32_t AdapterCache::find_slot(const AdapterImage* image) const {
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    if (slots_[slot].image.get() == image) return static_cast<int32_t>(slot);
+    if (slots_[slot].image.get() == image) {
+      return static_cast<int32_t>(slot);
+    }
   }
   return 0;
 }
 
 bool AdapterCache::is_pinned(const AdapterImage* image) const {
-  return std::any_of(adapters_.begin(), adapters_.end(), [&](const auto& adapter) {
-    return adapter->image.get() == image && adapter->pins.load() > 0;
-  });
+  return std::any_of(adapters_.begin(), adapters_.end(),
+                     [&](const auto& adapter) { return adapter->image.get() == image && adapter->pins.load() > 0; });
 }
 
 bool AdapterCache::is_held(const AdapterImage* image) const {
@@ -80,7 +89,9 @@ bool AdapterCache::is_held(const AdapterImage* image) const {
 
 void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
   for (const auto& adapter : adapters_) {
-    if (adapter->image.get() == image) adapter->slot.store(slot);
+    if (adapter->image.get() == image) {
+      adapter->slot.store(slot);
+    }
   }
 }
 
@@ -91,11 +102,17 @@ int32_t AdapterCache::try_acquire(Adapter& adapter) {
     ++adapter.hits;
   } else {
     slot = find_slot(nullptr);
-    while (slot == 0 && evict_idle()) slot = find_slot(nullptr);
-    if (slot == 0) return 0;
+    while (slot == 0 && evict_idle()) {
+      slot = find_slot(nullptr);
+    }
+    if (slot == 0) {
+      return 0;
+    }
     Slot& entry = slots_[static_cast<size_t>(slot)];
     const int32_t count = pages_of(*adapter.image);
-    if (!pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) return 0;
+    if (!pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
+      return 0;
+    }
     entry.image = adapter.image;
     entry.num_pages = count;
     entry.users = 0;
@@ -131,11 +148,19 @@ bool AdapterCache::evict_idle() {
   int32_t oldest = 0;
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
-    if (entry.image == nullptr || entry.users > 0) continue;
-    if (oldest != 0 && entry.last_used >= slots_[static_cast<size_t>(oldest)].last_used) continue;
-    if (!is_pinned(entry.image.get())) oldest = static_cast<int32_t>(slot);
+    if (entry.image == nullptr || entry.users > 0) {
+      continue;
+    }
+    if (oldest != 0 && entry.last_used >= slots_[static_cast<size_t>(oldest)].last_used) {
+      continue;
+    }
+    if (!is_pinned(entry.image.get())) {
+      oldest = static_cast<int32_t>(slot);
+    }
   }
-  if (oldest == 0) return false;
+  if (oldest == 0) {
+    return false;
+  }
   free_slot(oldest);
   ++num_evictions_;
   return true;
@@ -144,7 +169,9 @@ bool AdapterCache::evict_idle() {
 void AdapterCache::collect() {
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
-    if (entry.image != nullptr && entry.users == 0 && !is_held(entry.image.get())) free_slot(static_cast<int32_t>(slot));
+    if (entry.image != nullptr && entry.users == 0 && !is_held(entry.image.get())) {
+      free_slot(static_cast<int32_t>(slot));
+    }
   }
 }
 
@@ -182,10 +209,14 @@ void AdapterCache::audit() const {
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
     MOELORA_ASSERT(entry.users == 0 || entry.image != nullptr);
-    if (entry.image == nullptr) continue;
+    if (entry.image == nullptr) {
+      continue;
+    }
     MOELORA_ASSERT(entry.num_pages == pages_of(*entry.image));
     const PageId* row = page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_;
-    for (int32_t i = 0; i < entry.num_pages; ++i) MOELORA_ASSERT(pool_.leases(row[i]) == 1);
+    for (int32_t i = 0; i < entry.num_pages; ++i) {
+      MOELORA_ASSERT(pool_.leases(row[i]) == 1);
+    }
     pages += entry.num_pages;
   }
   MOELORA_ASSERT(pages == pool_.num_used(PageUse::kAdapter));

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Which adapters an engine knows and which of them are on the device. An image takes a slot of the adapter table and
 // as many pool pages as its stream needs; idle images stay until their pages or slot are wanted and leave least
-// recently used first. Callers hold the engine's lock; `upload` runs on the engine thread before the step that needs it.
-// Invariants (audit): an image in use is resident; a slot's page row names its lease.
+// recently used first. Callers hold the engine's lock; `upload` runs on the engine thread before the step that needs
+// it. Invariants (audit): an image in use is resident; a slot's page row names its lease.
 #pragma once
 
 #include <cstdint>
@@ -70,9 +70,9 @@ class AdapterCache {
   PagePool& pool_;
   int32_t num_experts_;
   int32_t pages_per_slot_;
-  std::vector<Slot> slots_;            // [0] is "no adapter"
-  std::vector<int32_t> page_table_;    // [slots, pages_per_slot]
-  std::vector<int32_t> uploads_;       // slots to fill before the next forward
+  std::vector<Slot> slots_;          // [0] is "no adapter"
+  std::vector<int32_t> page_table_;  // [slots, pages_per_slot]
+  std::vector<int32_t> uploads_;     // slots to fill before the next forward
   std::vector<std::shared_ptr<Adapter>> adapters_;
   std::unordered_map<std::string, std::shared_ptr<Adapter>> names_;
   uint64_t clock_ = 0;

@@ -20,7 +20,7 @@ struct BatchEntry {
 struct Batch {
   std::vector<BatchEntry> entries;  // capacity max_num_sequences
   int32_t num_rows = 0;
-  int32_t num_prefill_rows = 0;     // rows of entries that had more than one pending token
+  int32_t num_prefill_rows = 0;  // rows of entries that had more than one pending token
   int32_t num_logit_rows = 0;
 };
 

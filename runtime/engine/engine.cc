@@ -29,8 +29,12 @@ bool Engine::Parts::step() {
   {
     const std::lock_guard<std::mutex> lock(mutex);
     commit(end);  // sequences advance or finish; pages and slots go back
-    if (!batch_.entries.empty()) record_step(start, end);
-    if (options.audit >= 2) audit_step();
+    if (!batch_.entries.empty()) {
+      record_step(start, end);
+    }
+    if (options.audit >= 2) {
+      audit_step();
+    }
   }
   emit();  // tokens and ends to their readers
   return !batch_.entries.empty();
@@ -38,7 +42,9 @@ bool Engine::Parts::step() {
 
 void Engine::Parts::admit(double now) {
   num_emissions_ = 0;
-  if (collect_adapters) adapters->collect();
+  if (collect_adapters) {
+    adapters->collect();
+  }
   collect_adapters = false;
   while (trim_pages >= 0 && pool->num_pages() - pool->num_free() > trim_pages && scheduler->reclaim_idle()) {
   }
@@ -85,8 +91,12 @@ void Engine::Parts::stage() {
   adapters->upload(*kernels, *stream);
   for (const BatchEntry& entry : batch_.entries) {
     Sequence& sequence = *entry.sequence;
-    if (sequence.started_ms == 0) sequence.started_ms = now_ms();
-    if (!sequence.token_state_ready) step_input->start_sequence(sequence);
+    if (sequence.started_ms == 0) {
+      sequence.started_ms = now_ms();
+    }
+    if (!sequence.token_state_ready) {
+      step_input->start_sequence(sequence);
+    }
     sequence.token_state_ready = true;
   }
   step_input->stage(batch_, *pool, *adapters);
@@ -111,10 +121,11 @@ void Engine::Parts::commit(double now) {
   for (const BatchEntry& entry : batch_.entries) {
     Sequence& sequence = *entry.sequence;
     sequence.kv->length = entry.first + entry.count;
-    counters.prompt_tokens +=
-        static_cast<uint64_t>(std::clamp(sequence.num_prompt - entry.first, 0, entry.count));
+    counters.prompt_tokens += static_cast<uint64_t>(std::clamp(sequence.num_prompt - entry.first, 0, entry.count));
   }
-  if (batch_.entries.empty()) return;
+  if (batch_.entries.empty()) {
+    return;
+  }
   for (const CaptureRow& capture : step_input->captures()) {
     capture.sequence->submission->stream->capture(capture.position, workspace->logits.row(capture.logit_row));
   }
@@ -138,7 +149,9 @@ void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, doub
   sequence.tokens.push_back(output.token);
   step_input->count_token(sequence, output.token);
   ++counters.output_tokens;
-  if (request.adapter != nullptr) ++request.adapter->tokens;
+  if (request.adapter != nullptr) {
+    ++request.adapter->tokens;
+  }
   Emission& emission = emissions_[num_emissions_++];
   emission.submission = sequence.submission;
   emission.sampled_index = sampled_index;
@@ -146,9 +159,9 @@ void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, doub
   emission.finished = false;
 
   const auto stop = std::find(request.stop_tokens.begin(), request.stop_tokens.end(), output.token);
-  const bool is_eos = !request.sampling.ignore_eos &&
-                      std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), output.token) !=
-                          config.eos_token_ids.end();
+  const bool is_eos =
+      !request.sampling.ignore_eos &&
+      std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), output.token) != config.eos_token_ids.end();
   if (stop != request.stop_tokens.end() || is_eos) {
     sequence.result.stop_index =
         stop == request.stop_tokens.end() ? -1 : static_cast<int32_t>(stop - request.stop_tokens.begin());
@@ -168,13 +181,17 @@ void Engine::Parts::emit() {
       const int32_t wanted = emission.submission->request.sampling.logprobs;
       TopLogprob logprobs[kMaxTopLogprobs + 1];
       size_t count = 0;
-      if (wanted >= 0) logprobs[count++] = {emission.position, output.token, output.logprob, output.rank};
+      if (wanted >= 0) {
+        logprobs[count++] = {emission.position, output.token, output.logprob, output.rank};
+      }
       for (int32_t top = 0; top < wanted; ++top) {
         logprobs[count++] = {emission.position, output.top_ids[top], output.top_logprobs[top], top + 1};
       }
       out.emit(output.token, logprobs, count);
     }
-    if (emission.finished) out.finish(emission.result);
+    if (emission.finished) {
+      out.finish(emission.result);
+    }
     emission.submission.reset();
   }
   num_emissions_ = 0;
@@ -185,18 +202,24 @@ void Engine::Parts::run() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex);
-      if (stopping) return;
+      if (stopping) {
+        return;
+      }
       const bool has_work = !inbox.empty() || !prefetches.empty() || collect_adapters || trim_pages >= 0 ||
                             !scheduler->running().empty() || !scheduler->waiting().empty();
       if (!has_work && probes_wanted == probes_done) {
         work.wait(lock, [&] { return stopping || woken; });
         woken = false;
-        if (stopping) return;
+        if (stopping) {
+          return;
+        }
       }
     }
     try {
       probe_bandwidth_now();
-      if (step()) continue;
+      if (step()) {
+        continue;
+      }
     } catch (const Error& error) {
       fail(error.status(), error.what());
       return;

@@ -33,7 +33,7 @@ struct EngineInfo {
   int32_t kv_block_tokens = 0;
   int64_t page_bytes = 0;
   int64_t num_pages = 0;
-  int32_t pages_per_block = 0;   // of a sequence's 16 tokens, all layers
+  int32_t pages_per_block = 0;  // of a sequence's 16 tokens, all layers
   int32_t num_threads = 0;
   int32_t max_adapters_resident = 0;
   int32_t max_lora_rank = 0;
@@ -89,19 +89,26 @@ class Engine {
   // New requests are refused at once; memory goes with the last user. if_idle: kBusy if in flight.
   void unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idle);
   // Asks for residency; when there, pushes kAdapterReady to `queue` (may be null).
-  void prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue, uint64_t handle, uint64_t tag);
+  void prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue,
+                        uint64_t handle, uint64_t tag);
 
   // Sessions. Throw Error.
   std::shared_ptr<Session> create_session(std::shared_ptr<Adapter> adapter, float scale);
   std::shared_ptr<Session> fork_session(const std::shared_ptr<Session>& session);
   void rollback_session(const std::shared_ptr<Session>& session, int64_t num_tokens);
   void close_session(const std::shared_ptr<Session>& session);
-  struct SessionInfo { int64_t num_tokens = 0; int64_t num_computed = 0; int32_t num_blocks = 0; bool resident = false; bool busy = false; };
+  struct SessionInfo {
+    int64_t num_tokens = 0;
+    int64_t num_computed = 0;
+    int32_t num_blocks = 0;
+    bool resident = false;
+    bool busy = false;
+  };
   SessionInfo session_info(const std::shared_ptr<Session>& session) const;
 
   // Checks the request (token ids, lengths, budget, adapter state) and queues it. Throws Error: kInvalid,
-  // kContextLength, kDeviceNomem (can never fit), kOverloaded, kBusy (session), kClosed (draining), kNotFound (unloaded).
-  // `stream` is built by the caller over the same request (its handle is needed in events).
+  // kContextLength, kDeviceNomem (can never fit), kOverloaded, kBusy (session), kClosed (draining), kNotFound
+  // (unloaded). `stream` is built by the caller over the same request (its handle is needed in events).
   void submit(const std::shared_ptr<Submission>& submission);
   void submit_batch(const std::vector<std::shared_ptr<Submission>>& submissions, std::vector<Error>* errors);
   void cancel(const std::shared_ptr<Submission>& submission, bool drop_turn);
@@ -109,7 +116,8 @@ class Engine {
 
   // Experimental: for `moelora bench`.
   std::vector<StepRecord> step_records(size_t max) const;  // newest last
-  double measure_read_bandwidth();  // bytes/s over this engine's weights with this engine's threads; call while idle or between steps
+  double measure_read_bandwidth();  // bytes/s over this engine's weights with this engine's threads; call while idle or
+                                    // between steps
   double weight_bytes(double active_experts) const;
 
   class Parts;  // everything behind the thread; engine_parts.h

@@ -45,12 +45,20 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   emission->result = result;
 
   ++counters.requests_finished;
-  if (reason == FinishReason::kCancelled) ++counters.requests_cancelled;
-  if (reason == FinishReason::kError || reason == FinishReason::kDeadline) ++counters.requests_failed;
-  if (sequence.request().adapter != nullptr) --sequence.request().adapter->in_flight;
+  if (reason == FinishReason::kCancelled) {
+    ++counters.requests_cancelled;
+  }
+  if (reason == FinishReason::kError || reason == FinishReason::kDeadline) {
+    ++counters.requests_failed;
+  }
+  if (sequence.request().adapter != nullptr) {
+    --sequence.request().adapter->in_flight;
+  }
   scheduler->finish(sequence);  // `sequence` may be gone after this
   if (session != nullptr) {
-    if (session->closed.load()) session->kv->truncate(geometry, 0);
+    if (session->closed.load()) {
+      session->kv->truncate(geometry, 0);
+    }
     session->busy.store(false);
   }
 }
@@ -62,11 +70,15 @@ void Engine::Parts::fail(Status status, const std::string& message) {
     failure_message = message;
     num_emissions_ = 0;
     const double now = now_ms();
-    for (std::shared_ptr<Sequence>& sequence : inbox) scheduler->add(std::move(sequence));
+    for (std::shared_ptr<Sequence>& sequence : inbox) {
+      scheduler->add(std::move(sequence));
+    }
     inbox.clear();
     for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
       while (!list->empty()) {
-        if (num_emissions_ == emissions_.size()) emissions_.emplace_back();
+        if (num_emissions_ == emissions_.size()) {
+          emissions_.emplace_back();
+        }
         end_sequence(*list->back(), FinishReason::kError, status, message, now);
       }
     }
@@ -79,8 +91,12 @@ void Engine::Parts::fail(Status status, const std::string& message) {
 void Engine::Parts::admit_prefetches() {
   for (Prefetch& prefetch : prefetches) {
     int32_t slot = adapters->try_acquire(*prefetch.adapter);
-    while (slot == 0 && scheduler->reclaim_idle()) slot = adapters->try_acquire(*prefetch.adapter);
-    if (slot == 0) continue;
+    while (slot == 0 && scheduler->reclaim_idle()) {
+      slot = adapters->try_acquire(*prefetch.adapter);
+    }
+    if (slot == 0) {
+      continue;
+    }
     adapters->release(slot);
     prefetch.resident = true;
   }
@@ -88,7 +104,9 @@ void Engine::Parts::admit_prefetches() {
 
 void Engine::Parts::finish_prefetches() {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (prefetches.empty()) return;
+  if (prefetches.empty()) {
+    return;
+  }
   adapters->upload(*kernels, *stream);  // a step without rows has not done it
   std::erase_if(prefetches, [](const Prefetch& prefetch) {
     if (prefetch.resident && prefetch.queue != nullptr) {
@@ -111,14 +129,16 @@ void Engine::Parts::record_step(double start, double end) {
   record.prefill_rows = batch_.num_prefill_rows;
   record.sequences = static_cast<int32_t>(batch_.entries.size());
   record.adapters = step_input->num_adapters();
-  record.active_experts = counts_.moe_layers == 0 ? 0.0f
-                                                  : static_cast<float>(counts_.active_experts) /
-                                                        static_cast<float>(counts_.moe_layers);
+  record.active_experts = counts_.moe_layers == 0
+                              ? 0.0f
+                              : static_cast<float>(counts_.active_experts) / static_cast<float>(counts_.moe_layers);
   record.lora_bytes = counts_.lora_bytes;
   const double token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim *
                              static_cast<double>(dtype_bytes(geometry.layout.dtype));
   record.kv_bytes = 0;
-  for (const BatchEntry& entry : batch_.entries) record.kv_bytes += token_bytes * (entry.first + entry.count);
+  for (const BatchEntry& entry : batch_.entries) {
+    record.kv_bytes += token_bytes * (entry.first + entry.count);
+  }
 }
 
 void Engine::Parts::audit_step() {
@@ -130,7 +150,9 @@ void Engine::Parts::audit_step() {
 void Engine::Parts::probe_bandwidth_now() {
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    if (probes_wanted == probes_done) return;
+    if (probes_wanted == probes_done) {
+      return;
+    }
   }
   // Rotates over the weights, 512 MiB a probe: more than any cache, and not the part that a step has just read.
   constexpr size_t kProbeBytes = size_t{512} << 20;

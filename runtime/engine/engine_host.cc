@@ -25,8 +25,8 @@ void check_tokens(const std::vector<int32_t>& tokens, const char* what, int32_t 
 
 void check_range(const char* name, double value, double low, double high) {
   if (!(value >= low && value <= high)) {
-    throw Error(Status::kInvalid, std::string("sampling.") + name + " = " + std::to_string(value) +
-                                      " is outside [" + std::to_string(low) + ", " + std::to_string(high) + "]");
+    throw Error(Status::kInvalid, std::string("sampling.") + name + " = " + std::to_string(value) + " is outside [" +
+                                      std::to_string(low) + ", " + std::to_string(high) + "]");
   }
 }
 
@@ -45,8 +45,12 @@ void check_sampling(const Sampling& sampling) {
 
 }  // namespace
 
-const EngineInfo& Engine::info() const { return parts_->info; }
-const EngineOptions& Engine::options() const { return parts_->options; }
+const EngineInfo& Engine::info() const {
+  return parts_->info;
+}
+const EngineOptions& Engine::options() const {
+  return parts_->options;
+}
 
 EngineStats Engine::stats() const {
   const Parts& parts = *parts_;
@@ -72,7 +76,9 @@ EngineStats Engine::stats() const {
 
 Status Engine::health(std::string* message) const {
   const std::lock_guard<std::mutex> lock(parts_->mutex);
-  if (message != nullptr) *message = parts_->failure_message;
+  if (message != nullptr) {
+    *message = parts_->failure_message;
+  }
   return parts_->failure;
 }
 
@@ -99,7 +105,9 @@ void Engine::trim(uint64_t target_bytes) {
   parts_->wake();
 }
 
-void Engine::notify() { parts_->wake(); }
+void Engine::notify() {
+  parts_->wake();
+}
 
 void Engine::cancel(const std::shared_ptr<Submission>& submission, bool drop_turn) {
   submission->drop_turn.store(drop_turn);
@@ -114,15 +122,18 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
   check_sampling(request.sampling);
   check_tokens(request.prompt, "prompt token", parts.config.vocab_size);
   check_tokens(request.stop_tokens, "stop token", parts.config.vocab_size);
-  if (request.prompt.empty()) throw Error(Status::kInvalid, "the prompt is empty: at least one token is needed");
+  if (request.prompt.empty()) {
+    throw Error(Status::kInvalid, "the prompt is empty: at least one token is needed");
+  }
   const Session* session = request.session.get();
   const size_t history = session == nullptr ? 0 : session->tokens.size();
   const size_t prompt = history + request.prompt.size();
   const auto context = static_cast<size_t>(parts.info.max_context_tokens);
   if (prompt >= context) {
-    throw Error(Status::kContextLength, "prompt of " + std::to_string(request.prompt.size()) + " tokens" +
-                                            (session == nullptr ? "" : " after " + std::to_string(history) + " of the session") +
-                                            " leaves no room in the context of " + std::to_string(context));
+    throw Error(Status::kContextLength,
+                "prompt of " + std::to_string(request.prompt.size()) + " tokens" +
+                    (session == nullptr ? "" : " after " + std::to_string(history) + " of the session") +
+                    " leaves no room in the context of " + std::to_string(context));
   }
   auto sequence = std::make_shared<Sequence>();
   sequence->submission = submission;
@@ -130,18 +141,23 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
   sequence->num_prompt = static_cast<int32_t>(prompt);
   sequence->tokens_max = std::min(context, prompt + static_cast<size_t>(request.sampling.max_tokens));
   sequence->tokens.reserve(sequence->tokens_max);
-  if (session != nullptr) sequence->tokens = session->tokens;
+  if (session != nullptr) {
+    sequence->tokens = session->tokens;
+  }
   sequence->tokens.reserve(sequence->tokens_max);
   sequence->tokens.insert(sequence->tokens.end(), request.prompt.begin(), request.prompt.end());
   if (request.sampling.min_tokens > 0) {
     sequence->suppressed = request.stop_tokens;
-    sequence->suppressed.insert(sequence->suppressed.end(), parts.config.eos_token_ids.begin(), parts.config.eos_token_ids.end());
+    sequence->suppressed.insert(sequence->suppressed.end(), parts.config.eos_token_ids.begin(),
+                                parts.config.eos_token_ids.end());
   }
   const Adapter* adapter = request.adapter.get();
   sequence->row_scale = adapter == nullptr ? 0.0f : adapter->scale * request.scale;
   sequence->result.seed = request.sampling.seed != 0 ? request.sampling.seed : choose_seed();
   int64_t pages = parts.geometry.pages(static_cast<int64_t>(sequence->tokens_max));
-  if (adapter != nullptr && sequence->row_scale != 0.0f) pages += parts.adapters->pages_of(*adapter->image);
+  if (adapter != nullptr && sequence->row_scale != 0.0f) {
+    pages += parts.adapters->pages_of(*adapter->image);
+  }
   if (pages > parts.info.num_pages) {
     throw Error(Status::kDeviceNomem, "the request can never fit: it needs " + std::to_string(pages) +
                                           " pages and the pool has " + std::to_string(parts.info.num_pages) +
@@ -157,11 +173,16 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
 void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
   Parts& parts = *parts_;
   const Request& request = sequence->request();
-  if (parts.failure != Status::kOk) throw Error(parts.failure, parts.failure_message);
-  if (parts.draining) throw Error(Status::kClosed, "the engine is draining: no new work");
-  if (parts.inbox.size() + parts.scheduler->waiting().size() >= static_cast<size_t>(parts.options.max_queued_requests)) {
-    throw Error(Status::kOverloaded, "max_queued_requests = " + std::to_string(parts.options.max_queued_requests) +
-                                         " requests are waiting");
+  if (parts.failure != Status::kOk) {
+    throw Error(parts.failure, parts.failure_message);
+  }
+  if (parts.draining) {
+    throw Error(Status::kClosed, "the engine is draining: no new work");
+  }
+  if (parts.inbox.size() + parts.scheduler->waiting().size() >=
+      static_cast<size_t>(parts.options.max_queued_requests)) {
+    throw Error(Status::kOverloaded,
+                "max_queued_requests = " + std::to_string(parts.options.max_queued_requests) + " requests are waiting");
   }
   Adapter* adapter = request.adapter.get();
   if (adapter != nullptr && adapter->unloaded.load()) {
@@ -173,7 +194,8 @@ void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
   }
   sequence->submission->submitted_ms = now_ms();
   if (request.deadline_ms > 0) {
-    sequence->submission->deadline_at_ms = sequence->submission->submitted_ms + static_cast<double>(request.deadline_ms);
+    sequence->submission->deadline_at_ms =
+        sequence->submission->submitted_ms + static_cast<double>(request.deadline_ms);
   }
   ++parts.counters.requests_submitted;
   parts.inbox.push_back(std::move(sequence));
@@ -182,7 +204,9 @@ void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
 void Engine::submit(const std::shared_ptr<Submission>& submission) {
   std::vector<Error> errors;
   submit_batch({submission}, &errors);
-  if (errors[0].status() != Status::kOk) throw errors[0];
+  if (errors[0].status() != Status::kOk) {
+    throw errors[0];
+  }
 }
 
 void Engine::submit_batch(const std::vector<std::shared_ptr<Submission>>& submissions, std::vector<Error>* errors) {
@@ -191,14 +215,18 @@ void Engine::submit_batch(const std::vector<std::shared_ptr<Submission>>& submis
   for (size_t i = 0; i < submissions.size(); ++i) {
     Session* session = submissions[i]->request.session.get();
     try {
-      if (session != nullptr && session->closed.load()) throw Error(Status::kClosed, "the session is closed");
+      if (session != nullptr && session->closed.load()) {
+        throw Error(Status::kClosed, "the session is closed");
+      }
       if (session != nullptr && session->busy.exchange(true)) {
         throw Error(Status::kBusy, "the session has a running request");
       }
       try {
         sequences[i] = make_sequence(submissions[i]);
       } catch (...) {
-        if (session != nullptr) session->busy.store(false);
+        if (session != nullptr) {
+          session->busy.store(false);
+        }
         throw;
       }
     } catch (const Error& error) {
@@ -208,13 +236,17 @@ void Engine::submit_batch(const std::vector<std::shared_ptr<Submission>>& submis
   {
     const std::lock_guard<std::mutex> lock(parts_->mutex);  // one lock: admitted together, in order
     for (size_t i = 0; i < submissions.size(); ++i) {
-      if (sequences[i] == nullptr) continue;
+      if (sequences[i] == nullptr) {
+        continue;
+      }
       try {
         enqueue(sequences[i]);
       } catch (const Error& error) {
         (*errors)[i] = error;
         Session* session = submissions[i]->request.session.get();
-        if (session != nullptr) session->busy.store(false);
+        if (session != nullptr) {
+          session->busy.store(false);
+        }
       }
     }
     parts_->woken = true;

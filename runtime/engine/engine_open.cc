@@ -18,7 +18,9 @@ constexpr size_t kWorkerScratchBytes = size_t{2} << 20;  // the tiles of the CPU
 int32_t available_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) {
+    return 1;
+  }
   return std::max(1, CPU_COUNT(&set));
 }
 
@@ -28,7 +30,9 @@ double free_memory_bytes() {
   return pages > 0 && page > 0 ? static_cast<double>(pages) * static_cast<double>(page) : 1e9;
 }
 
-Dtype kv_dtype_of(const EngineOptions& options) { return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32; }
+Dtype kv_dtype_of(const EngineOptions& options) {
+  return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32;
+}
 
 // Pages of the pool: device_memory_bytes, or the fraction of what is free now, but not more than every sequence at
 // full context and a GiB of adapters could use.
@@ -42,10 +46,10 @@ int64_t pool_pages(const EngineOptions& options, const KvGeometry& geometry, int
   }
   const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
   if (pages < geometry.layout.num_groups) {
-    throw Error(Status::kDeviceNomem,
-                "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
-                    " bytes do not hold one KV block (" + std::to_string(geometry.layout.num_groups) + " pages of " +
-                    std::to_string(geometry.page_bytes) + " bytes)");
+    throw Error(Status::kDeviceNomem, "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
+                                          " bytes do not hold one KV block (" +
+                                          std::to_string(geometry.layout.num_groups) + " pages of " +
+                                          std::to_string(geometry.page_bytes) + " bytes)");
   }
   return std::min<int64_t>(pages, int64_t{1} << 24);
 }
@@ -96,10 +100,9 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   workspace = std::make_unique<Workspace>(
       config, WorkspaceLimits{info.max_batch_tokens, logit_rows, (info.max_lora_rank + 7) / 8 * 8});
   info.workspace_bytes = workspace->bytes();
-  step_input = std::make_unique<StepInput>(
-      StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
-                      geometry.blocks(info.max_context_tokens), config.vocab_size},
-      geometry);
+  step_input = std::make_unique<StepInput>(StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
+                                                           geometry.blocks(info.max_context_tokens), config.vocab_size},
+                                           geometry);
   model = std::make_unique<Model>(config, *weights, *kernels, options.compute);
 
   batch_.entries.reserve(static_cast<size_t>(info.max_num_sequences));
@@ -136,8 +139,12 @@ void Engine::Parts::stop() {
     stopping = true;
   }
   work.notify_all();
-  if (thread_.joinable()) thread_.join();
-  if (failure == Status::kOk) fail(Status::kClosed, "the engine was released");
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+  if (failure == Status::kOk) {
+    fail(Status::kClosed, "the engine was released");
+  }
 }
 
 void Engine::Parts::wake() {

@@ -17,11 +17,19 @@ AdapterLoadOptions Engine::adapter_load_options() const {
   options.max_rank = parts_->info.max_lora_rank;
   options.compute = parts_->options.compute;
   const std::string& orientation = parts_->options.expert_orientation;
-  if (orientation == "natural") options.orientation = ExpertOrientation::kNatural;
-  if (orientation == "reversed") options.orientation = ExpertOrientation::kReversed;
+  if (orientation == "natural") {
+    options.orientation = ExpertOrientation::kNatural;
+  }
+  if (orientation == "reversed") {
+    options.orientation = ExpertOrientation::kReversed;
+  }
   const std::string& layout = parts_->options.expert_b_layout;
-  if (layout == "rank_major") options.b_layout = ExpertBLayout::kRankMajor;
-  if (layout == "grouped_by_expert") options.b_layout = ExpertBLayout::kGroupedByExpert;
+  if (layout == "rank_major") {
+    options.b_layout = ExpertBLayout::kRankMajor;
+  }
+  if (layout == "grouped_by_expert") {
+    options.b_layout = ExpertBLayout::kGroupedByExpert;
+  }
   return options;
 }
 
@@ -34,8 +42,12 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
   adapter->scale = scale;
   adapter->image = std::move(image);
   const std::lock_guard<std::mutex> lock(parts.mutex);
-  if (parts.failure != Status::kOk) throw Error(parts.failure, parts.failure_message);
-  if (parts.draining) throw Error(Status::kClosed, "the engine is draining: no new adapters");
+  if (parts.failure != Status::kOk) {
+    throw Error(parts.failure, parts.failure_message);
+  }
+  if (parts.draining) {
+    throw Error(Status::kClosed, "the engine is draining: no new adapters");
+  }
   if (!replace && parts.adapters->find(name) != nullptr) {
     throw Error(Status::kExists, "an adapter named '" + name + "' is loaded; unload it or load with REPLACE");
   }
@@ -77,8 +89,12 @@ void Engine::prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shar
                               uint64_t handle, uint64_t tag) {
   {
     const std::lock_guard<std::mutex> lock(parts_->mutex);
-    if (parts_->failure != Status::kOk) throw Error(parts_->failure, parts_->failure_message);
-    if (adapter->unloaded.load()) throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
+    if (parts_->failure != Status::kOk) {
+      throw Error(parts_->failure, parts_->failure_message);
+    }
+    if (adapter->unloaded.load()) {
+      throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
+    }
     parts_->prefetches.push_back({adapter, std::move(queue), handle, tag, false});
   }
   parts_->wake();
@@ -93,7 +109,9 @@ std::shared_ptr<Session> Engine::create_session(std::shared_ptr<Adapter> adapter
   session->tokens.reserve(static_cast<size_t>(parts.info.max_context_tokens));
   session->kv = std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens);
   const std::lock_guard<std::mutex> lock(parts.mutex);
-  if (parts.failure != Status::kOk) throw Error(parts.failure, parts.failure_message);
+  if (parts.failure != Status::kOk) {
+    throw Error(parts.failure, parts.failure_message);
+  }
   if (session->adapter != nullptr && session->adapter->unloaded.load()) {
     throw Error(Status::kNotFound, "adapter '" + session->adapter->name + "' was unloaded");
   }
@@ -115,7 +133,9 @@ std::shared_ptr<Session> Engine::fork_session(const std::shared_ptr<Session>& se
 
 void Engine::rollback_session(const std::shared_ptr<Session>& session, int64_t num_tokens) {
   const std::lock_guard<std::mutex> lock(parts_->mutex);
-  if (session->busy.load()) throw Error(Status::kBusy, "the session has a running request");
+  if (session->busy.load()) {
+    throw Error(Status::kBusy, "the session has a running request");
+  }
   if (num_tokens < 0 || num_tokens > static_cast<int64_t>(session->tokens.size())) {
     throw Error(Status::kInvalid, "rollback to " + std::to_string(num_tokens) + " tokens: the session has " +
                                       std::to_string(session->tokens.size()));
@@ -128,7 +148,9 @@ void Engine::close_session(const std::shared_ptr<Session>& session) {
   const std::lock_guard<std::mutex> lock(parts_->mutex);
   session->closed.store(true);
   parts_->scheduler->remove_session(*session);
-  if (!session->busy.load()) session->kv->truncate(parts_->geometry, 0);
+  if (!session->busy.load()) {
+    session->kv->truncate(parts_->geometry, 0);
+  }
 }
 
 Engine::SessionInfo Engine::session_info(const std::shared_ptr<Session>& session) const {

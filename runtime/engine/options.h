@@ -45,14 +45,14 @@ struct EngineOptions {
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 512;  // rows of a step
   int64_t max_queued_requests = 1024;
-  int64_t max_context_tokens = 0;          // 0 = the model's
-  int64_t output_buffer_tokens = 4096;     // tokens a request holds unread before it pauses
-  std::string overrun = "pause";           // pause | fail
+  int64_t max_context_tokens = 0;           // 0 = the model's
+  int64_t output_buffer_tokens = 4096;      // tokens a request holds unread before it pauses
+  std::string overrun = "pause";            // pause | fail
   std::string expert_orientation = "auto";  // auto | natural | reversed (formats of 3-D expert adapters)
   std::string expert_b_layout = "auto";     // auto | rank_major | grouped_by_expert
-  std::string kernels = "auto";            // auto | reference (CPU: the plain loops)
-  int64_t audit = 0;                       // 0 off, 1 at load and close, 2 every step
-  std::shared_ptr<LoadProgress> progress;  // not a key; null = nobody watches
+  std::string kernels = "auto";             // auto | reference (CPU: the plain loops)
+  int64_t audit = 0;                        // 0 off, 1 at load and close, 2 every step
+  std::shared_ptr<LoadProgress> progress;   // not a key; null = nobody watches
 };
 
 enum class OptionType : uint8_t { kString, kInt, kNumber, kBool };

@@ -20,10 +20,10 @@ struct Sampling {
   float repetition_penalty = 1.0f;
   float presence_penalty = 0.0f;
   float frequency_penalty = 0.0f;
-  uint64_t seed = 0;            // 0 = choose and report
+  uint64_t seed = 0;  // 0 = choose and report
   int32_t max_tokens = 16;
   int32_t min_tokens = 0;
-  int32_t logprobs = -1;        // -1 none; n: the token's own and the n best
+  int32_t logprobs = -1;  // -1 none; n: the token's own and the n best
   bool ignore_eos = false;
 };
 
@@ -34,14 +34,12 @@ struct Request {
   std::shared_ptr<Session> session;  // null = one-shot
   Sampling sampling;
   std::vector<int32_t> stop_tokens;
-  int32_t priority = 0;              // higher first
-  uint64_t deadline_ms = 0;          // from submit; 0 = none
+  int32_t priority = 0;      // higher first
+  uint64_t deadline_ms = 0;  // from submit; 0 = none
   std::string cache_salt;
-  int32_t capture_from = -1;         // first position whose logits are kept (experimental); -1 = none
+  int32_t capture_from = -1;  // first position whose logits are kept (experimental); -1 = none
 };
 
-enum class FinishReason : int32_t {
-  kNone = 0, kStop = 1, kLength = 2, kCancelled = 3, kDeadline = 4, kError = 5
-};
+enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kCancelled = 3, kDeadline = 4, kError = 5 };
 
 }  // namespace moelora

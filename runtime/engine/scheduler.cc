@@ -7,13 +7,14 @@
 
 namespace moelora {
 
-Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool,
-                     AdapterCache& adapters)
+Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters)
     : limits_(limits), geometry_(geometry), pool_(pool), adapters_(adapters) {
   running_.reserve(static_cast<size_t>(limits.num_sequences_max));
   // A preempted sequence waits again on top of a full queue.
   waiting_.reserve(static_cast<size_t>(limits.num_waiting_max + limits.num_sequences_max));
-  for (int32_t row = limits.num_sequences_max; row-- > 0;) free_rows_.push_back(row);
+  for (int32_t row = limits.num_sequences_max; row-- > 0;) {
+    free_rows_.push_back(row);
+  }
 }
 
 bool Scheduler::ranks_before(const Sequence& a, const Sequence& b) {
@@ -38,7 +39,9 @@ void Scheduler::remove_session(const Session& session) {
 }
 
 void Scheduler::drop_all_pages() {
-  for (const auto& session : sessions_) session->kv->truncate(geometry_, 0);
+  for (const auto& session : sessions_) {
+    session->kv->truncate(geometry_, 0);
+  }
 }
 
 bool Scheduler::is_paused(const Sequence& sequence) const {
@@ -46,13 +49,21 @@ bool Scheduler::is_paused(const Sequence& sequence) const {
 }
 
 bool Scheduler::reclaim_idle() {
-  if (adapters_.evict_idle()) return true;
+  if (adapters_.evict_idle()) {
+    return true;
+  }
   Session* oldest = nullptr;
   for (const auto& session : sessions_) {
-    if (session->busy || session->kv->pages.size() == 0) continue;
-    if (oldest == nullptr || session->last_used < oldest->last_used) oldest = session.get();
+    if (session->busy || session->kv->pages.size() == 0) {
+      continue;
+    }
+    if (oldest == nullptr || session->last_used < oldest->last_used) {
+      oldest = session.get();
+    }
   }
-  if (oldest == nullptr) return false;
+  if (oldest == nullptr) {
+    return false;
+  }
   oldest->kv->truncate(geometry_, 0);
   ++num_sessions_evicted_;
   return true;
@@ -61,35 +72,47 @@ bool Scheduler::reclaim_idle() {
 Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
   for (size_t i = running_.size(); i-- > 0;) {
     Sequence* candidate = running_[i].get();
-    if (!ranks_before(wants, *candidate)) return nullptr;
+    if (!ranks_before(wants, *candidate)) {
+      return nullptr;
+    }
     const bool in_batch = std::any_of(batch.entries.begin(), batch.entries.end(),
                                       [&](const BatchEntry& entry) { return entry.sequence == candidate; });
-    if (!in_batch && candidate->kv->pages.size() > 0) return candidate;
+    if (!in_batch && candidate->kv->pages.size() > 0) {
+      return candidate;
+    }
   }
   return nullptr;
 }
 
 bool Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
   while (!sequence.kv->try_extend(geometry_, tokens)) {
-    if (reclaim_idle()) continue;
+    if (reclaim_idle()) {
+      continue;
+    }
     Sequence* victim = preemption_victim(sequence, batch);
-    if (victim == nullptr) return false;
+    if (victim == nullptr) {
+      return false;
+    }
     preempt(*victim);
   }
   return true;
 }
 
 void Scheduler::give_back(Sequence& sequence) {
-  if (sequence.slot > 0) adapters_.release(sequence.slot);
+  if (sequence.slot > 0) {
+    adapters_.release(sequence.slot);
+  }
   sequence.slot = 0;
-  if (sequence.batch_row >= 0) free_rows_.push_back(sequence.batch_row);
+  if (sequence.batch_row >= 0) {
+    free_rows_.push_back(sequence.batch_row);
+  }
   sequence.batch_row = -1;
   sequence.token_state_ready = false;
 }
 
 void Scheduler::preempt(Sequence& sequence) {
-  const auto at = std::find_if(running_.begin(), running_.end(),
-                               [&](const auto& held) { return held.get() == &sequence; });
+  const auto at =
+      std::find_if(running_.begin(), running_.end(), [&](const auto& held) { return held.get() == &sequence; });
   MOELORA_ASSERT(at != running_.end());
   std::shared_ptr<Sequence> owner = *at;
   running_.erase(at);
@@ -105,7 +128,9 @@ int32_t Scheduler::rows_that_fit(const Batch& batch, const Sequence& sequence) c
   int32_t rows = std::min(limits_.num_rows_max - batch.num_rows, sequence.num_pending());
   const int32_t logit_rows = limits_.num_logit_rows_max - batch.num_logit_rows;
   const int32_t capture_from = sequence.request().capture_from;
-  if (capture_from < 0) return logit_rows > 0 ? rows : 0;
+  if (capture_from < 0) {
+    return logit_rows > 0 ? rows : 0;
+  }
   // Positions from capture_from on need a logits row each.
   const int32_t uncaptured = std::max(0, sequence.num_history + capture_from - sequence.kv->length);
   return std::min(rows, uncaptured + logit_rows);
@@ -125,7 +150,9 @@ void Scheduler::add_entry(Batch& batch, Sequence& sequence, int32_t count) {
   batch.entries.push_back(entry);
   batch.num_rows += count;
   batch.num_logit_rows += logit_rows;
-  if (sequence.num_pending() > 1) batch.num_prefill_rows += count;
+  if (sequence.num_pending() > 1) {
+    batch.num_prefill_rows += count;
+  }
 }
 
 void Scheduler::schedule_running(Batch& batch, bool decode) {
@@ -150,16 +177,24 @@ bool Scheduler::try_start(Sequence& sequence) {
   Adapter* adapter = sequence.request().adapter.get();
   if (adapter != nullptr && sequence.row_scale != 0.0f) {
     int32_t slot = adapters_.try_acquire(*adapter);
-    while (slot == 0 && reclaim_idle()) slot = adapters_.try_acquire(*adapter);
-    if (slot == 0) return false;
+    while (slot == 0 && reclaim_idle()) {
+      slot = adapters_.try_acquire(*adapter);
+    }
+    if (slot == 0) {
+      return false;
+    }
     sequence.slot = slot;
   }
   sequence.kv->make_tail_private(geometry_, pool_);
   // A block of headroom for each running sequence, or admitting one now would preempt one soon.
   const auto headroom = static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
   while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom) {
-    if (reclaim_idle()) continue;
-    if (sequence.slot > 0) adapters_.release(sequence.slot);
+    if (reclaim_idle()) {
+      continue;
+    }
+    if (sequence.slot > 0) {
+      adapters_.release(sequence.slot);
+    }
     sequence.slot = 0;
     sequence.kv->truncate(geometry_, sequence.kv->length);
     return false;
@@ -172,7 +207,9 @@ bool Scheduler::try_start(Sequence& sequence) {
 void Scheduler::admit_waiting(Batch& batch) {
   while (!waiting_.empty() && !free_rows_.empty()) {
     Sequence& sequence = *waiting_.front();
-    if (rows_that_fit(batch, sequence) <= 0 || !try_start(sequence)) return;
+    if (rows_that_fit(batch, sequence) <= 0 || !try_start(sequence)) {
+      return;
+    }
     std::shared_ptr<Sequence> owner = std::move(waiting_.front());
     waiting_.erase(waiting_.begin());
     const auto at = std::find_if(running_.begin(), running_.end(),
@@ -193,13 +230,14 @@ void Scheduler::schedule(Batch& batch) {
   schedule_running(batch, true);
   schedule_running(batch, false);
   // What preemption freed is for those who run; who lost it must not take it back at once.
-  if (num_preemptions_ == preemptions) admit_waiting(batch);
+  if (num_preemptions_ == preemptions) {
+    admit_waiting(batch);
+  }
 }
 
 void Scheduler::finish(Sequence& sequence) {
   std::vector<std::shared_ptr<Sequence>>& list = sequence.state == SequenceState::kRunning ? running_ : waiting_;
-  const auto at =
-      std::find_if(list.begin(), list.end(), [&](const auto& held) { return held.get() == &sequence; });
+  const auto at = std::find_if(list.begin(), list.end(), [&](const auto& held) { return held.get() == &sequence; });
   MOELORA_ASSERT(at != list.end());
   const std::shared_ptr<Sequence> owner = std::move(*at);
   list.erase(at);

@@ -22,7 +22,7 @@ struct Submission {
   std::atomic<bool> cancelled{false};
   std::atomic<bool> drop_turn{false};  // cancel rolls the session back
   double submitted_ms = 0;
-  double deadline_at_ms = 0;           // absolute, monotonic; 0 = none
+  double deadline_at_ms = 0;  // absolute, monotonic; 0 = none
 };
 
 enum class SequenceState : uint8_t { kWaiting, kRunning, kFinished };
@@ -31,14 +31,14 @@ struct Sequence {
   std::shared_ptr<Submission> submission;
   SequenceState state = SequenceState::kWaiting;
   uint64_t arrival = 0;
-  std::vector<int32_t> tokens;    // history of the session, prompt, output; capacity for tokens_max
-  size_t tokens_max = 0;          // history + prompt + max_tokens, at most the context
-  int32_t num_history = 0;        // tokens before this request's prompt
-  int32_t num_prompt = 0;         // history + prompt: outputs start here
+  std::vector<int32_t> tokens;     // history of the session, prompt, output; capacity for tokens_max
+  size_t tokens_max = 0;           // history + prompt + max_tokens, at most the context
+  int32_t num_history = 0;         // tokens before this request's prompt
+  int32_t num_prompt = 0;          // history + prompt: outputs start here
   std::shared_ptr<KvSequence> kv;  // kv->length tokens are computed
-  int32_t slot = 0;               // adapter slot, held while running
+  int32_t slot = 0;                // adapter slot, held while running
   float row_scale = 0.0f;
-  int32_t batch_row = -1;         // index of the running sequence among per-sequence device state (penalties)
+  int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
   std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
   RequestResult result;

@@ -17,10 +17,10 @@ struct Session {
   uint64_t id = 0;
   std::shared_ptr<Adapter> adapter;  // null = base
   float scale = 1.0f;
-  std::atomic<bool> busy{false};     // one running request at a time
+  std::atomic<bool> busy{false};  // one running request at a time
   std::atomic<bool> closed{false};
   // Under the engine's lock while not busy; the running sequence's otherwise.
-  std::vector<int32_t> tokens;       // capacity for the context is reserved
+  std::vector<int32_t> tokens;  // capacity for the context is reserved
   std::shared_ptr<KvSequence> kv;
   uint64_t last_used = 0;
 };

@@ -17,8 +17,7 @@ constexpr uint16_t kCountMax = 0x7fff;
 }  // namespace
 
 bool needs_token_state(const Sampling& sampling) {
-  return sampling.repetition_penalty != 1.0f || sampling.presence_penalty != 0.0f ||
-         sampling.frequency_penalty != 0.0f;
+  return sampling.repetition_penalty != 1.0f || sampling.presence_penalty != 0.0f || sampling.frequency_penalty != 0.0f;
 }
 
 StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry)
@@ -26,7 +25,9 @@ StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry)
   const auto rows = static_cast<size_t>(limits.num_rows_max);
   const auto sequences = static_cast<size_t>(limits.num_sequences_max);
   const auto logit_rows = static_cast<size_t>(limits.num_logit_rows_max);
-  for (auto* array : {&token_ids_, &positions_, &row_sequence_, &row_slot_, &sorted_rows_}) array->resize(rows);
+  for (auto* array : {&token_ids_, &positions_, &row_sequence_, &row_slot_, &sorted_rows_}) {
+    array->resize(rows);
+  }
   row_scale_.resize(rows);
   row_begin_.resize(sequences + 1);
   segment_begin_.resize(sequences + 1);
@@ -48,30 +49,42 @@ StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry)
   input_.logit_rows = logit_rows_.data();
   token_states_bytes_ = sequences * static_cast<size_t>(limits.vocab_size) * sizeof(uint16_t);
   void* memory = mmap(nullptr, token_states_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw Error(Status::kNomem, "token counts: cannot take " + std::to_string(token_states_bytes_) + " bytes");
+  if (memory == MAP_FAILED) {
+    throw Error(Status::kNomem, "token counts: cannot take " + std::to_string(token_states_bytes_) + " bytes");
+  }
   token_states_ = static_cast<uint16_t*>(memory);
 }
 
-StepInput::~StepInput() { munmap(token_states_, token_states_bytes_); }
+StepInput::~StepInput() {
+  munmap(token_states_, token_states_bytes_);
+}
 
 uint16_t* StepInput::token_state(const Sequence& sequence) {
   return token_states_ + static_cast<size_t>(sequence.batch_row) * static_cast<size_t>(limits_.vocab_size);
 }
 
 void StepInput::start_sequence(const Sequence& sequence) {
-  if (!needs_token_state(sequence.request().sampling)) return;
+  if (!needs_token_state(sequence.request().sampling)) {
+    return;
+  }
   uint16_t* state = token_state(sequence);
   std::memset(state, 0, static_cast<size_t>(limits_.vocab_size) * sizeof(uint16_t));
-  for (int32_t i = 0; i < sequence.num_prompt; ++i) state[sequence.tokens[static_cast<size_t>(i)]] |= kInPrompt;
+  for (int32_t i = 0; i < sequence.num_prompt; ++i) {
+    state[sequence.tokens[static_cast<size_t>(i)]] |= kInPrompt;
+  }
   for (int32_t i = sequence.num_prompt; i < sequence.num_tokens(); ++i) {
     count_token(sequence, sequence.tokens[static_cast<size_t>(i)]);
   }
 }
 
 void StepInput::count_token(const Sequence& sequence, int32_t token) {
-  if (!needs_token_state(sequence.request().sampling)) return;
+  if (!needs_token_state(sequence.request().sampling)) {
+    return;
+  }
   uint16_t& state = token_state(sequence)[token];
-  if ((state & kCountMax) != kCountMax) ++state;
+  if ((state & kCountMax) != kCountMax) {
+    ++state;
+  }
 }
 
 void StepInput::stage(const Batch& batch, const PagePool& pool, const AdapterCache& adapters) {
@@ -95,12 +108,19 @@ void StepInput::stage(const Batch& batch, const PagePool& pool, const AdapterCac
     const BatchEntry& entry = batch.entries[i];
     stage_entry(entry, static_cast<int32_t>(i));
     const int32_t last_row = input_.num_rows - 1;
-    if (entry.samples) logit_rows_[static_cast<size_t>(sampled_index++)] = last_row;
-    if (entry.capture_first < 0) continue;
-    for (int32_t position = std::max(entry.first, entry.capture_first); position < entry.first + entry.count; ++position) {
+    if (entry.samples) {
+      logit_rows_[static_cast<size_t>(sampled_index++)] = last_row;
+    }
+    if (entry.capture_first < 0) {
+      continue;
+    }
+    for (int32_t position = std::max(entry.first, entry.capture_first); position < entry.first + entry.count;
+         ++position) {
       const bool is_sampled = entry.samples && position == entry.first + entry.count - 1;
       const int32_t logit_row = is_sampled ? sampled_index - 1 : input_.num_logit_rows++;
-      if (!is_sampled) logit_rows_[static_cast<size_t>(logit_row)] = last_row - (entry.first + entry.count - 1 - position);
+      if (!is_sampled) {
+        logit_rows_[static_cast<size_t>(logit_row)] = last_row - (entry.first + entry.count - 1 - position);
+      }
       captures_.push_back({entry.sequence, logit_row, position - entry.sequence->num_history});
     }
   }
@@ -130,13 +150,16 @@ void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters)
   input_.lora = nullptr;
   entry_order_.clear();
   for (size_t i = 0; i < batch.entries.size(); ++i) {
-    if (batch.entries[i].sequence->slot > 0) entry_order_.push_back(static_cast<int32_t>(i));
+    if (batch.entries[i].sequence->slot > 0) {
+      entry_order_.push_back(static_cast<int32_t>(i));
+    }
   }
-  if (entry_order_.empty()) return;
+  if (entry_order_.empty()) {
+    return;
+  }
   const auto slot_of = [&](int32_t i) { return batch.entries[static_cast<size_t>(i)].sequence->slot; };
-  std::sort(entry_order_.begin(), entry_order_.end(), [&](int32_t a, int32_t b) {
-    return slot_of(a) != slot_of(b) ? slot_of(a) < slot_of(b) : a < b;
-  });
+  std::sort(entry_order_.begin(), entry_order_.end(),
+            [&](int32_t a, int32_t b) { return slot_of(a) != slot_of(b) ? slot_of(a) < slot_of(b) : a < b; });
   for (const int32_t i : entry_order_) {
     const int32_t slot = slot_of(i);
     if (lora_.num_segments == 0 || segment_slot_[static_cast<size_t>(lora_.num_segments) - 1] != slot) {
@@ -173,7 +196,9 @@ void StepInput::stage_sampling(const Sequence& sequence) {
   row.num_top_logprobs = sampling.logprobs;
   row.seed = sequence.result.seed;
   row.draw_index = static_cast<uint64_t>(sequence.num_outputs());
-  if (needs_token_state(sampling)) row.token_state = token_state(sequence);
+  if (needs_token_state(sampling)) {
+    row.token_state = token_state(sequence);
+  }
   if (sequence.num_outputs() < sampling.min_tokens) {
     row.suppressed = sequence.suppressed.data();
     row.num_suppressed = static_cast<int32_t>(sequence.suppressed.size());

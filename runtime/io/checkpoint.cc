@@ -44,14 +44,20 @@ bool is_original_name(const std::string& name) {
   for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
     pickle = pickle || ends_with(name, ".bin") || ends_with(name, ".pt") || ends_with(name, ".pth");
-    if (!ends_with(name, ".safetensors")) continue;
+    if (!ends_with(name, ".safetensors")) {
+      continue;
+    }
     (name.rfind("consolidated", 0) == 0 ? original : shards) = true;
   }
-  if (error) throw Error(Status::kIo, fmt::format("{}: cannot read the folder: {}", dir, error.message()));
+  if (error) {
+    throw Error(Status::kIo, fmt::format("{}: cannot read the folder: {}", dir, error.message()));
+  }
   if (shards) {
     throw Error(Status::kIo, fmt::format("{}: safetensors shards without {}", dir, kIndexName));
   }
-  if (original) throw Error(Status::kUnsupported, fmt::format("{}: {}", dir, kOriginalLayout));
+  if (original) {
+    throw Error(Status::kUnsupported, fmt::format("{}: {}", dir, kOriginalLayout));
+  }
   if (pickle) {
     throw Error(Status::kUnsupported,
                 fmt::format("{}: holds pickle weights only (*.bin, *.pt, *.pth); convert them to safetensors", dir));
@@ -74,11 +80,14 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
     const std::string name = file.get<std::string>();
     if (name.find('/') != std::string::npos || !ends_with(name, ".safetensors")) {
       throw Error(Status::kCorrupt, fmt::format("{}: weight_map '{}': '{}' is not the name of a safetensors file of "
-                                                "this folder", path, printable(tensor), printable(name)));
+                                                "this folder",
+                                                path, printable(tensor), printable(name)));
     }
     files.emplace(tensor, name);
   }
-  if (files.empty()) throw Error(Status::kCorrupt, fmt::format("{}: 'weight_map' is empty", path));
+  if (files.empty()) {
+    throw Error(Status::kCorrupt, fmt::format("{}: 'weight_map' is empty", path));
+  }
   return files;
 }
 
@@ -86,14 +95,18 @@ std::map<std::string, std::string> read_weight_map(const std::string& path) {
 
 std::unique_ptr<Checkpoint> Checkpoint::open(const std::string& dir) {
   std::error_code error;
-  if (!fs::is_directory(dir, error)) throw Error(Status::kIo, fmt::format("{}: no such folder", dir));
+  if (!fs::is_directory(dir, error)) {
+    throw Error(Status::kIo, fmt::format("{}: no such folder", dir));
+  }
   auto result = std::make_unique<Checkpoint>();
   const std::string index_path = dir + "/" + kIndexName;
   std::map<std::string, std::string> weight_map;
   std::map<std::string, SafetensorsFile*> by_name;
   if (exists(index_path)) {
     weight_map = read_weight_map(index_path);
-    for (const auto& [tensor, file] : weight_map) by_name.emplace(file, nullptr);
+    for (const auto& [tensor, file] : weight_map) {
+      by_name.emplace(file, nullptr);
+    }
   } else if (exists(dir + "/" + kSingleName)) {
     by_name.emplace(kSingleName, nullptr);
   } else {
@@ -118,13 +131,16 @@ std::unique_ptr<Checkpoint> Checkpoint::open(const std::string& dir) {
   for (const auto& file : result->files_) {
     for (const StoredTensor& stored : file->tensors()) {
       if (is_original_name(stored.name)) {
-        throw Error(Status::kUnsupported, fmt::format("{}: tensor '{}': {}", file->path(), printable(stored.name),
-                                                      kOriginalLayout));
+        throw Error(Status::kUnsupported,
+                    fmt::format("{}: tensor '{}': {}", file->path(), printable(stored.name), kOriginalLayout));
       }
-      if (weight_map.count(stored.name) != 0) continue;
+      if (weight_map.count(stored.name) != 0) {
+        continue;
+      }
       if (!result->tensors_.emplace(stored.name, &stored).second) {
         throw Error(Status::kCorrupt, fmt::format("{}: tensor '{}' is also in another shard, and the index lists "
-                                                  "neither", file->path(), printable(stored.name)));
+                                                  "neither",
+                                                  file->path(), printable(stored.name)));
       }
     }
   }

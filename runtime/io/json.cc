@@ -28,16 +28,26 @@ namespace {
 size_t utf8_sequence(const std::string& text, size_t at) {
   const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
   const unsigned first = byte(at);
-  if (first < 0x80) return 1;
-  const size_t length = first >= 0xC2 && first <= 0xDF ? 2 : first >= 0xE0 && first <= 0xEF ? 3
-                        : first >= 0xF0 && first <= 0xF4 ? 4 : 0;
-  if (length == 0 || at + length > text.size()) return 0;
+  if (first < 0x80) {
+    return 1;
+  }
+  const size_t length = first >= 0xC2 && first <= 0xDF   ? 2
+                        : first >= 0xE0 && first <= 0xEF ? 3
+                        : first >= 0xF0 && first <= 0xF4 ? 4
+                                                         : 0;
+  if (length == 0 || at + length > text.size()) {
+    return 0;
+  }
   // The second byte excludes overlong forms, surrogates and values above U+10FFFF.
   const unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
   const unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
-  if (byte(at + 1) < low || byte(at + 1) > high) return 0;
+  if (byte(at + 1) < low || byte(at + 1) > high) {
+    return 0;
+  }
   for (size_t i = 2; i < length; ++i) {
-    if (byte(at + i) < 0x80 || byte(at + i) > 0xBF) return 0;
+    if (byte(at + i) < 0x80 || byte(at + i) > 0xBF) {
+      return 0;
+    }
   }
   return length;
 }
@@ -68,7 +78,9 @@ class Builder : public nlohmann::json_sax<Json> {
   bool key(string_t& v) override {
     Level& level = levels_.back();
     level.key = v;
-    if (is_repeated(level)) fail(fmt::format("key '{}' is given twice in one object", printable(v)));
+    if (is_repeated(level)) {
+      fail(fmt::format("key '{}' is given twice in one object", printable(v)));
+    }
     return true;
   }
 
@@ -86,8 +98,9 @@ class Builder : public nlohmann::json_sax<Json> {
     } else if (at >= text_.size()) {
       reason = "not valid JSON: the text ends too early";
     }
-    const size_t line = 1 + static_cast<size_t>(std::count(text_.begin(), text_.begin() + static_cast<std::ptrdiff_t>(
-                                                               std::min(at, text_.size())), '\n'));
+    const size_t line =
+        1 + static_cast<size_t>(std::count(
+                text_.begin(), text_.begin() + static_cast<std::ptrdiff_t>(std::min(at, text_.size())), '\n'));
     fail(fmt::format("line {}: {}", line, reason));
   }
 
@@ -101,7 +114,9 @@ class Builder : public nlohmann::json_sax<Json> {
   [[noreturn]] void fail(const std::string& what) const {
     std::string place;
     for (const Level& level : levels_) {
-      if (level.key.empty()) continue;
+      if (level.key.empty()) {
+        continue;
+      }
       place += (place.empty() ? "" : ".") + level.key;
     }
     throw Error(Status::kCorrupt, place.empty() ? fmt::format("{}: {}", source_, what)
@@ -115,13 +130,17 @@ class Builder : public nlohmann::json_sax<Json> {
       return std::any_of(object.begin(), object.end(), [&](const auto& item) { return item.first == level.key; });
     }
     if (level.seen.empty()) {
-      for (const auto& item : object) level.seen.insert(item.first);
+      for (const auto& item : object) {
+        level.seen.insert(item.first);
+      }
     }
     return !level.seen.insert(level.key).second;
   }
 
   Json* append(Json&& v) {
-    if (++nodes_ > kJsonNodesMax) fail(fmt::format("more than {} values", kJsonNodesMax));
+    if (++nodes_ > kJsonNodesMax) {
+      fail(fmt::format("more than {} values", kJsonNodesMax));
+    }
     if (levels_.empty()) {
       root_ = std::move(v);
       return &root_;
@@ -143,7 +162,9 @@ class Builder : public nlohmann::json_sax<Json> {
 
   // A container's address stays valid while it is open: its parent grows only after it is closed.
   bool open(Json&& empty) {
-    if (levels_.size() >= kJsonDepthMax) fail(fmt::format("nested deeper than {} levels", kJsonDepthMax));
+    if (levels_.size() >= kJsonDepthMax) {
+      fail(fmt::format("nested deeper than {} levels", kJsonDepthMax));
+    }
     Json* container = append(std::move(empty));
     // Growing an object copies its entries. A safetensors header is one object of up to tens of thousands of them.
     if (container->is_object()) {
@@ -183,7 +204,9 @@ const Json* member(const Json& object, const std::string& key, const std::string
 }
 
 int64_t to_int(const Json& value, const std::string& key, const std::string& source) {
-  if (!value.is_number_integer()) fail_type(value, key, "an integer", source);
+  if (!value.is_number_integer()) {
+    fail_type(value, key, "an integer", source);
+  }
   if (value.is_number_unsigned() && value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
     throw Error(Status::kCorrupt, fmt::format("{}: key '{}' is out of range", source, key));
   }
@@ -191,7 +214,9 @@ int64_t to_int(const Json& value, const std::string& key, const std::string& sou
 }
 
 double to_number(const Json& value, const std::string& key, const std::string& source) {
-  if (!value.is_number()) fail_type(value, key, "a number", source);
+  if (!value.is_number()) {
+    fail_type(value, key, "a number", source);
+  }
   const double number = value.get<double>();
   if (!std::isfinite(number)) {
     throw Error(Status::kCorrupt, fmt::format("{}: key '{}' is not a finite number", source, key));
@@ -206,7 +231,9 @@ double to_number(const Json& value, const std::string& key, const std::string& s
 struct FileDescriptor {
   int fd;
   ~FileDescriptor() {
-    if (fd >= 0) ::close(fd);
+    if (fd >= 0) {
+      ::close(fd);
+    }
   }
 };
 
@@ -235,10 +262,16 @@ Json read_json(const std::string& path, size_t bytes_max) {
 std::string read_text(const std::string& path, size_t bytes_max) {
   // O_NONBLOCK: a FIFO in place of a file must not block the caller.
   const FileDescriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
-  if (file.fd < 0) fail_io(path, "cannot open", errno);
-  struct stat info {};
-  if (::fstat(file.fd, &info) != 0) fail_io(path, "cannot read", errno);
-  if (!S_ISREG(info.st_mode)) throw Error(Status::kIo, fmt::format("{}: not a regular file", path));
+  if (file.fd < 0) {
+    fail_io(path, "cannot open", errno);
+  }
+  struct stat info{};
+  if (::fstat(file.fd, &info) != 0) {
+    fail_io(path, "cannot read", errno);
+  }
+  if (!S_ISREG(info.st_mode)) {
+    throw Error(Status::kIo, fmt::format("{}: not a regular file", path));
+  }
   if (static_cast<uint64_t>(info.st_size) > bytes_max) {
     throw Error(Status::kCorrupt,
                 fmt::format("{}: {} bytes, more than the limit of {}", path, info.st_size, bytes_max));
@@ -247,9 +280,15 @@ std::string read_text(const std::string& path, size_t bytes_max) {
   size_t done = 0;
   while (done < text.size()) {
     const ssize_t got = ::read(file.fd, text.data() + done, text.size() - done);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) fail_io(path, "cannot read", errno);
-    if (got == 0) break;
+    if (got < 0 && errno == EINTR) {
+      continue;
+    }
+    if (got < 0) {
+      fail_io(path, "cannot read", errno);
+    }
+    if (got == 0) {
+      break;
+    }
     done += static_cast<size_t>(got);
   }
   text.resize(done);
@@ -259,7 +298,9 @@ std::string read_text(const std::string& path, size_t bytes_max) {
 bool is_valid_utf8(const std::string& text) {
   for (size_t at = 0; at < text.size();) {
     const size_t length = utf8_sequence(text, at);
-    if (length == 0) return false;
+    if (length == 0) {
+      return false;
+    }
     at += length;
   }
   return true;
@@ -269,7 +310,9 @@ std::string printable(const std::string& text, size_t bytes_max) {
   std::string result;
   for (size_t at = 0; at < text.size();) {
     const size_t length = utf8_sequence(text, at);
-    if (result.size() + std::max<size_t>(length, 1) > bytes_max) return result + "...";
+    if (result.size() + std::max<size_t>(length, 1) > bytes_max) {
+      return result + "...";
+    }
     const auto byte = static_cast<unsigned char>(text[at]);
     if (length == 0 || byte < 0x20 || byte == 0x7F) {
       result += '?';
@@ -283,7 +326,9 @@ std::string printable(const std::string& text, size_t bytes_max) {
 
 int64_t json_int(const Json& object, const std::string& key, const std::string& source) {
   const Json* value = member(object, key, source);
-  if (value == nullptr) fail_missing(key, source);
+  if (value == nullptr) {
+    fail_missing(key, source);
+  }
   return to_int(*value, key, source);
 }
 
@@ -294,7 +339,9 @@ int64_t json_int_or(const Json& object, const std::string& key, int64_t fallback
 
 double json_number(const Json& object, const std::string& key, const std::string& source) {
   const Json* value = member(object, key, source);
-  if (value == nullptr) fail_missing(key, source);
+  if (value == nullptr) {
+    fail_missing(key, source);
+  }
   return to_number(*value, key, source);
 }
 
@@ -305,16 +352,24 @@ double json_number_or(const Json& object, const std::string& key, double fallbac
 
 bool json_bool_or(const Json& object, const std::string& key, bool fallback, const std::string& source) {
   const Json* value = member(object, key, source);
-  if (value == nullptr) return fallback;
-  if (!value->is_boolean()) fail_type(*value, key, "true or false", source);
+  if (value == nullptr) {
+    return fallback;
+  }
+  if (!value->is_boolean()) {
+    fail_type(*value, key, "true or false", source);
+  }
   return value->get<bool>();
 }
 
 std::string json_string_or(const Json& object, const std::string& key, const std::string& fallback,
                            const std::string& source) {
   const Json* value = member(object, key, source);
-  if (value == nullptr) return fallback;
-  if (!value->is_string()) fail_type(*value, key, "a string", source);
+  if (value == nullptr) {
+    return fallback;
+  }
+  if (!value->is_string()) {
+    fail_type(*value, key, "a string", source);
+  }
   return value->get<std::string>();
 }
 

@@ -29,8 +29,10 @@ constexpr size_t kHugePageBytesMin = size_t{64} << 20;
 MappedFile::MappedFile(const std::string& path) {
   // O_NONBLOCK: a FIFO in place of a file must not block the caller.
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) fail(path, "cannot open", errno);
-  struct stat info {};
+  if (fd < 0) {
+    fail(path, "cannot open", errno);
+  }
+  struct stat info{};
   if (::fstat(fd, &info) != 0) {
     const int error = errno;
     ::close(fd);
@@ -48,14 +50,20 @@ MappedFile::MappedFile(const std::string& path) {
   void* data = ::mmap(nullptr, bytes_, PROT_READ, MAP_PRIVATE, fd, 0);
   const int error = errno;
   ::close(fd);
-  if (data == MAP_FAILED) fail(path, "cannot map", error);
+  if (data == MAP_FAILED) {
+    fail(path, "cannot map", error);
+  }
   data_ = static_cast<const std::byte*>(data);
   // A wish only: where the file system holds large folios this saves most TLB misses of a decode step.
-  if (bytes_ >= kHugePageBytesMin) ::madvise(data, bytes_, MADV_HUGEPAGE);
+  if (bytes_ >= kHugePageBytesMin) {
+    ::madvise(data, bytes_, MADV_HUGEPAGE);
+  }
 }
 
 MappedFile::~MappedFile() {
-  if (data_ != nullptr) ::munmap(const_cast<std::byte*>(data_), bytes_);
+  if (data_ != nullptr) {
+    ::munmap(const_cast<std::byte*>(data_), bytes_);
+  }
 }
 
 }  // namespace moelora

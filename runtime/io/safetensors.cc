@@ -39,14 +39,20 @@ size_t stored_dtype_bytes(const std::string& dtype) {
 
 // The header's text, after the checks that need no JSON.
 std::string header_text(const std::string& path, const std::byte* data, size_t bytes) {
-  if (bytes == 0) fail(path, "the file is empty");
+  if (bytes == 0) {
+    fail(path, "the file is empty");
+  }
   const size_t mark = sizeof kLfsMark - 1;
   if (bytes >= mark && std::memcmp(data, kLfsMark, mark) == 0) {
     fail(path, "this is a Git-LFS pointer, not the file itself; fetch it with 'git lfs pull'");
   }
-  if (bytes < 8) fail(path, fmt::format("{} bytes are too few for a safetensors file", bytes));
+  if (bytes < 8) {
+    fail(path, fmt::format("{} bytes are too few for a safetensors file", bytes));
+  }
   uint64_t length = 0;
-  for (size_t i = 0; i < 8; ++i) length |= static_cast<uint64_t>(std::to_integer<unsigned>(data[i])) << (8 * i);
+  for (size_t i = 0; i < 8; ++i) {
+    length |= static_cast<uint64_t>(std::to_integer<unsigned>(data[i])) << (8 * i);
+  }
   if (length > bytes - 8) {
     fail(path, fmt::format("the header claims {} bytes, but only {} follow (truncated, or not a safetensors file)",
                            length, bytes - 8));
@@ -66,16 +72,22 @@ uint64_t to_unsigned(const Json& value, const std::string& path, const std::stri
 
 const Json& tensor_array(const Json& entry, const std::string& path, const std::string& tensor, const char* key) {
   const auto found = entry.find(key);
-  if (found == entry.end() || !found->is_array()) fail_tensor(path, tensor, fmt::format("no list '{}'", key));
+  if (found == entry.end() || !found->is_array()) {
+    fail_tensor(path, tensor, fmt::format("no list '{}'", key));
+  }
   return *found;
 }
 
 // One entry of the header; the end of its range is checked against the file here, its neighbours later.
 StoredTensor parse_tensor(const std::string& path, const std::string& name, const Json& entry, const std::byte* data,
                           uint64_t data_bytes) {
-  if (!entry.is_object()) fail_tensor(path, name, "the header entry is not an object");
+  if (!entry.is_object()) {
+    fail_tensor(path, name, "the header entry is not an object");
+  }
   const auto dtype = entry.find("dtype");
-  if (dtype == entry.end() || !dtype->is_string()) fail_tensor(path, name, "no string 'dtype'");
+  if (dtype == entry.end() || !dtype->is_string()) {
+    fail_tensor(path, name, "no string 'dtype'");
+  }
   StoredTensor tensor;
   tensor.name = name;
   tensor.dtype = dtype->get<std::string>();
@@ -88,25 +100,30 @@ StoredTensor parse_tensor(const std::string& path, const std::string& name, cons
     overflow = __builtin_mul_overflow(elements, size, &elements) || overflow;
   }
   const Json& offsets = tensor_array(entry, path, name, "data_offsets");
-  if (offsets.size() != 2) fail_tensor(path, name, "data_offsets must hold two numbers");
+  if (offsets.size() != 2) {
+    fail_tensor(path, name, "data_offsets must hold two numbers");
+  }
   const uint64_t begin = to_unsigned(offsets[0], path, name, "data_offsets");
   const uint64_t end = to_unsigned(offsets[1], path, name, "data_offsets");
   if (begin > end || end > data_bytes) {
-    fail_tensor(path, name, fmt::format("data_offsets [{}, {}) lie outside the file's {} bytes of data", begin, end,
-                                        data_bytes));
+    fail_tensor(path, name,
+                fmt::format("data_offsets [{}, {}) lie outside the file's {} bytes of data", begin, end, data_bytes));
   }
   const uint64_t size = stored_dtype_bytes(tensor.dtype);
   uint64_t expected = 0;
   // A zero-length dimension makes the product 0 whatever the others are, so an overflow before it does not count.
   const bool has_zero = std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end();
-  if (has_zero) elements = 0;
+  if (has_zero) {
+    elements = 0;
+  }
   if ((overflow && !has_zero) || __builtin_mul_overflow(elements, std::max<uint64_t>(size, 1), &expected) ||
       elements > static_cast<uint64_t>(INT64_MAX)) {
     fail_tensor(path, name, fmt::format("shape {} is too large", tensor.shape_text()));
   }
   if (size != 0 && expected != end - begin) {
-    fail_tensor(path, name, fmt::format("{} {} needs {} bytes, data_offsets [{}, {}) hold {}", tensor.dtype,
-                                        tensor.shape_text(), expected, begin, end, end - begin));
+    fail_tensor(path, name,
+                fmt::format("{} {} needs {} bytes, data_offsets [{}, {}) hold {}", tensor.dtype, tensor.shape_text(),
+                            expected, begin, end, end - begin));
   }
   tensor.data = data + begin;
   tensor.bytes = static_cast<size_t>(end - begin);
@@ -114,7 +131,9 @@ StoredTensor parse_tensor(const std::string& path, const std::string& name, cons
 }
 
 void check_metadata(const std::string& path, const Json& metadata) {
-  if (!metadata.is_object()) fail(path, "'__metadata__' is not an object");
+  if (!metadata.is_object()) {
+    fail(path, "'__metadata__' is not an object");
+  }
   for (const auto& item : metadata.items()) {
     if (!item.value().is_string()) {
       fail(path, fmt::format("'__metadata__' key '{}' is not a string", printable(item.key())));
@@ -127,7 +146,9 @@ void check_ranges(const std::string& path, const std::vector<StoredTensor>& tens
                   size_t data_bytes) {
   std::vector<const StoredTensor*> order;
   order.reserve(tensors.size());
-  for (const StoredTensor& tensor : tensors) order.push_back(&tensor);
+  for (const StoredTensor& tensor : tensors) {
+    order.push_back(&tensor);
+  }
   std::sort(order.begin(), order.end(), [](const StoredTensor* a, const StoredTensor* b) {
     return a->data != b->data ? a->data < b->data : a->bytes < b->bytes;
   });
@@ -144,7 +165,9 @@ void check_ranges(const std::string& path, const std::vector<StoredTensor>& tens
     end = begin + tensor->bytes;
     previous = tensor;
   }
-  if (end != data_bytes) fail(path, fmt::format("{} bytes at the end belong to no tensor", data_bytes - end));
+  if (end != data_bytes) {
+    fail(path, fmt::format("{} bytes at the end belong to no tensor", data_bytes - end));
+  }
 }
 
 }  // namespace
@@ -152,16 +175,22 @@ void check_ranges(const std::string& path, const std::vector<StoredTensor>& tens
 int64_t StoredTensor::elements() const {
   int64_t count = 1;
   for (const int64_t dim : shape) {
-    if (dim == 0) return 0;
+    if (dim == 0) {
+      return 0;
+    }
   }
-  for (const int64_t dim : shape) count *= dim;
+  for (const int64_t dim : shape) {
+    count *= dim;
+  }
   return count;
 }
 
 std::string StoredTensor::shape_text() const {
   constexpr size_t kShown = 8;
   std::string text = "[";
-  for (size_t i = 0; i < shape.size() && i < kShown; ++i) text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  for (size_t i = 0; i < shape.size() && i < kShown; ++i) {
+    text += (i > 0 ? ", " : "") + std::to_string(shape[i]);
+  }
   return text + (shape.size() > kShown ? ", ...]" : "]");
 }
 
@@ -176,7 +205,9 @@ struct SafetensorsFile::Impl {
   void parse() {
     const std::string text = header_text(path, data, bytes);
     const Json header = parse_json(text, path + " (header)", kHeaderBytesMax);
-    if (!header.is_object()) fail(path, "the header is not a JSON object");
+    if (!header.is_object()) {
+      fail(path, "the header is not a JSON object");
+    }
     const std::byte* values = data + 8 + text.size();
     const size_t value_bytes = bytes - 8 - text.size();
     tensors.reserve(header.size());
@@ -217,10 +248,18 @@ std::unique_ptr<SafetensorsFile> SafetensorsFile::from_memory(const std::byte* d
   return result;
 }
 
-const std::string& SafetensorsFile::path() const { return impl_->path; }
-const std::vector<StoredTensor>& SafetensorsFile::tensors() const { return impl_->tensors; }
-const std::byte* SafetensorsFile::data() const { return impl_->data; }
-size_t SafetensorsFile::bytes() const { return impl_->bytes; }
+const std::string& SafetensorsFile::path() const {
+  return impl_->path;
+}
+const std::vector<StoredTensor>& SafetensorsFile::tensors() const {
+  return impl_->tensors;
+}
+const std::byte* SafetensorsFile::data() const {
+  return impl_->data;
+}
+size_t SafetensorsFile::bytes() const {
+  return impl_->bytes;
+}
 
 const StoredTensor* SafetensorsFile::find(const std::string& name) const {
   const auto found = impl_->index.find(name);

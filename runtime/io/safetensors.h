@@ -15,7 +15,7 @@ namespace moelora {
 // A tensor in a mapped file or in memory; borrowed from its SafetensorsFile.
 struct StoredTensor {
   std::string name;
-  std::string dtype;            // as in the file: "BF16", "F32", "U8", ...
+  std::string dtype;  // as in the file: "BF16", "F32", "U8", ...
   std::vector<int64_t> shape;
   const std::byte* data = nullptr;
   size_t bytes = 0;
@@ -35,9 +35,9 @@ class SafetensorsFile {
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
   [[nodiscard]] const std::string& path() const;
-  [[nodiscard]] const std::vector<StoredTensor>& tensors() const;    // in file order
+  [[nodiscard]] const std::vector<StoredTensor>& tensors() const;         // in file order
   [[nodiscard]] const StoredTensor* find(const std::string& name) const;  // null = none
-  [[nodiscard]] const std::byte* data() const;  // the whole file
+  [[nodiscard]] const std::byte* data() const;                            // the whole file
   [[nodiscard]] size_t bytes() const;
 
  private:

@@ -45,9 +45,13 @@ void KvSequence::truncate(const KvGeometry& geometry, int32_t tokens) {
 
 void KvSequence::make_tail_private(const KvGeometry& geometry, const PagePool& pool) {
   const int32_t tail = length % geometry.layout.block_tokens;
-  if (tail == 0) return;
+  if (tail == 0) {
+    return;
+  }
   const int32_t first = length / geometry.layout.block_tokens * geometry.layout.num_groups;
-  if (pool.leases(pages.data()[first]) > 1) truncate(geometry, length - tail);
+  if (pool.leases(pages.data()[first]) > 1) {
+    truncate(geometry, length - tail);
+  }
 }
 
 void KvSequence::fork_from(const KvGeometry& geometry, const KvSequence& other) {

@@ -13,7 +13,8 @@ namespace moelora {
 PagePool::PagePool(int32_t num_pages, int64_t page_bytes) : num_pages_(num_pages), page_bytes_(page_bytes) {
   MOELORA_ASSERT(num_pages > 0 && page_bytes > 0);
   mapped_bytes_ = static_cast<size_t>(num_pages) * static_cast<size_t>(page_bytes);
-  void* memory = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) {
     throw Error(Status::kDeviceNomem, "page pool: cannot take " + std::to_string(mapped_bytes_) + " bytes (" +
                                           std::to_string(num_pages) + " pages of " + std::to_string(page_bytes) +
@@ -30,15 +31,21 @@ PagePool::PagePool(int32_t num_pages, int64_t page_bytes) : num_pages_(num_pages
     throw;
   }
   // The lowest ids leave first, so that a lightly used pool touches little memory.
-  for (int32_t page = 0; page < num_pages; ++page) free_[static_cast<size_t>(num_pages - 1 - page)] = page;
+  for (int32_t page = 0; page < num_pages; ++page) {
+    free_[static_cast<size_t>(num_pages - 1 - page)] = page;
+  }
   used_[0] = num_pages;
 }
 
-PagePool::~PagePool() { munmap(base_, mapped_bytes_); }
+PagePool::~PagePool() {
+  munmap(base_, mapped_bytes_);
+}
 
 bool PagePool::try_reserve(PageUse use, PageId* out, int32_t count) {
   MOELORA_ASSERT(use != PageUse::kFree && count >= 0);
-  if (count > num_free()) return false;
+  if (count > num_free()) {
+    return false;
+  }
   for (int32_t i = 0; i < count; ++i) {
     const PageId page = free_.back();
     free_.pop_back();
@@ -63,7 +70,9 @@ void PagePool::release(const PageId* pages, int32_t count) {
   for (int32_t i = count; i-- > 0;) {
     const auto page = static_cast<size_t>(pages[i]);
     MOELORA_ASSERT(pages[i] >= 0 && pages[i] < num_pages_ && leases_[page] > 0);
-    if (--leases_[page] > 0) continue;
+    if (--leases_[page] > 0) {
+      continue;
+    }
     --used_[static_cast<size_t>(use_[page])];
     use_[page] = PageUse::kFree;
     ++used_[0];
@@ -78,9 +87,13 @@ void PagePool::audit() const {
     MOELORA_ASSERT((leases_[index] == 0) == (use_[index] == PageUse::kFree));
     ++counted[static_cast<size_t>(use_[index])];
   }
-  for (int use = 0; use < 3; ++use) MOELORA_ASSERT(counted[use] == used_[use]);
+  for (int use = 0; use < 3; ++use) {
+    MOELORA_ASSERT(counted[use] == used_[use]);
+  }
   MOELORA_ASSERT(counted[0] == num_free());
-  for (const PageId page : free_) MOELORA_ASSERT(leases_[static_cast<size_t>(page)] == 0);
+  for (const PageId page : free_) {
+    MOELORA_ASSERT(leases_[static_cast<size_t>(page)] == 0);
+  }
 }
 
 PageLease::PageLease(PagePool& pool, PageUse use, int32_t capacity)
@@ -102,13 +115,17 @@ PageLease& PageLease::operator=(PageLease&& other) noexcept {
 
 bool PageLease::try_grow(int32_t count) {
   MOELORA_ASSERT(pool_ != nullptr && size_ + count <= capacity());
-  if (!pool_->try_reserve(use_, pages_.data() + size_, count)) return false;
+  if (!pool_->try_reserve(use_, pages_.data() + size_, count)) {
+    return false;
+  }
   size_ += count;
   return true;
 }
 
 void PageLease::resize_down(int32_t size) {
-  if (size >= size_) return;
+  if (size >= size_) {
+    return;
+  }
   pool_->release(pages_.data() + size, size_ - size);
   size_ = size;
 }
@@ -116,7 +133,9 @@ void PageLease::resize_down(int32_t size) {
 void PageLease::share_from(const PageLease& other, int32_t count) {
   MOELORA_ASSERT(size_ == 0 && count <= other.size_ && count <= capacity());
   std::copy_n(other.pages_.data(), count, pages_.data());
-  if (count > 0) pool_->share(pages_.data(), count);
+  if (count > 0) {
+    pool_->share(pages_.data(), count);
+  }
   size_ = count;
 }
 

@@ -18,7 +18,7 @@
 namespace moelora {
 namespace {
 
-constexpr int64_t kWidthMax = int64_t{1} << 24;     // any matrix dimension, vocabulary included
+constexpr int64_t kWidthMax = int64_t{1} << 24;  // any matrix dimension, vocabulary included
 constexpr int64_t kLayersMax = 4096;
 constexpr int64_t kExpertsMax = 4096;
 constexpr int64_t kPositionsMax = int64_t{1} << 30;
@@ -69,14 +69,18 @@ void parse_architecture(const Source& source, ModelConfig& config) {
   bool by_type = false;
   const auto list = source.json.find("architectures");
   if (list != source.json.end() && list->is_array() && !list->empty()) {
-    if (!list->front().is_string()) source.corrupt("key 'architectures' must be a list of strings");
+    if (!list->front().is_string()) {
+      source.corrupt("key 'architectures' must be a list of strings");
+    }
     wanted = list->front().get<std::string>();
   } else if (source.has("architectures") && !list->is_array()) {
     source.corrupt("key 'architectures' must be a list of strings");
   } else {
     by_type = true;
     wanted = json_string_or(source.json, "model_type", "", source.file);
-    if (wanted.empty()) source.corrupt("keys 'architectures' and 'model_type' are missing");
+    if (wanted.empty()) {
+      source.corrupt("keys 'architectures' and 'model_type' are missing");
+    }
   }
   std::string supported;
   for (const FamilyName& name : kFamilies) {
@@ -94,7 +98,9 @@ void parse_architecture(const Source& source, ModelConfig& config) {
 // Refuses what would silently give other numbers.
 void refuse_unimplemented(const Source& source) {
   for (const char* key : {"quantization_config", "compression_config"}) {
-    if (!source.has(key)) continue;
+    if (!source.has(key)) {
+      continue;
+    }
     const Json& quantization = source.json.at(key);
     const std::string method =
         quantization.is_object() ? json_string_or(quantization, "quant_method", "unnamed", source.file) : "unnamed";
@@ -111,9 +117,15 @@ void refuse_unimplemented(const Source& source) {
 Dtype parse_dtype(const Source& source) {
   const char* key = source.has("dtype") ? "dtype" : "torch_dtype";
   const std::string name = json_string_or(source.json, key, "bfloat16", source.file);
-  if (name == "bfloat16") return Dtype::kBf16;
-  if (name == "float16") return Dtype::kF16;
-  if (name == "float32") return Dtype::kF32;
+  if (name == "bfloat16") {
+    return Dtype::kBf16;
+  }
+  if (name == "float16") {
+    return Dtype::kF16;
+  }
+  if (name == "float32") {
+    return Dtype::kF32;
+  }
   source.unsupported(
       fmt::format("{} '{}' is not supported; supported: bfloat16, float16, float32", key, printable(name)));
 }
@@ -135,7 +147,9 @@ void parse_attention(const Source& source, ModelConfig& config) {
     }
     config.head_dim = config.hidden_size / config.num_heads;
   }
-  if (config.head_dim % 2 != 0) source.corrupt(fmt::format("head_dim {} is odd", config.head_dim));
+  if (config.head_dim % 2 != 0) {
+    source.corrupt(fmt::format("head_dim {} is odd", config.head_dim));
+  }
   (void)source.checked("num_attention_heads * head_dim", int64_t{config.num_heads} * config.head_dim, 1, kWidthMax);
 
   if (config.family == Family::kQwen2Moe) {
@@ -143,32 +157,42 @@ void parse_attention(const Source& source, ModelConfig& config) {
   } else if (config.family != Family::kMixtral) {
     config.qkv_bias = config.o_bias = source.flag("attention_bias", false);
   }
-  if (config.family == Family::kQwen3 || config.family == Family::kQwen3Moe) config.qk_norm = QkNorm::kPerHead;
+  if (config.family == Family::kQwen3 || config.family == Family::kQwen3Moe) {
+    config.qk_norm = QkNorm::kPerHead;
+  }
   if (config.family == Family::kOlmoe) {
     config.qk_norm = QkNorm::kFull;
     const double clip = json_number_or(source.json, "clip_qkv", 0.0, source.file);
-    if (source.has("clip_qkv") && !(clip > 0.0)) source.corrupt(fmt::format("clip_qkv is {}, must be above 0", clip));
+    if (source.has("clip_qkv") && !(clip > 0.0)) {
+      source.corrupt(fmt::format("clip_qkv is {}, must be above 0", clip));
+    }
     config.clip_qkv = static_cast<float>(clip);
   }
 }
 
 // Only Mixtral has a window here, the same in every layer.
 void parse_window(const Source& source, ModelConfig& config) {
-  const bool qwen = config.family == Family::kQwen3 || config.family == Family::kQwen3Moe ||
-                    config.family == Family::kQwen2Moe;
-  if (qwen && source.flag("use_sliding_window", false)) source.unsupported("use_sliding_window true is not supported");
+  const bool qwen =
+      config.family == Family::kQwen3 || config.family == Family::kQwen3Moe || config.family == Family::kQwen2Moe;
+  if (qwen && source.flag("use_sliding_window", false)) {
+    source.unsupported("use_sliding_window true is not supported");
+  }
   if (config.family == Family::kMixtral && source.has("sliding_window")) {
     config.sliding_window = source.size("sliding_window", kPositionsMax);
   }
-  if (!source.has("layer_types")) return;
+  if (!source.has("layer_types")) {
+    return;
+  }
   const Json& types = source.json.at("layer_types");
   if (!types.is_array() || types.size() != static_cast<size_t>(config.num_layers)) {
-    source.corrupt(fmt::format("key 'layer_types' must be a list of num_hidden_layers = {} strings",
-                               config.num_layers));
+    source.corrupt(
+        fmt::format("key 'layer_types' must be a list of num_hidden_layers = {} strings", config.num_layers));
   }
   const char* expected = config.sliding_window > 0 ? "sliding_attention" : "full_attention";
   for (const Json& type : types) {
-    if (!type.is_string()) source.corrupt("key 'layer_types' must be a list of strings");
+    if (!type.is_string()) {
+      source.corrupt("key 'layer_types' must be a list of strings");
+    }
     const std::string name = type.get<std::string>();
     if (name != expected) {
       source.unsupported(fmt::format("layer_types '{}' is not supported here; supported: {} in every layer",
@@ -180,7 +204,9 @@ void parse_window(const Source& source, ModelConfig& config) {
 int32_t parse_num_experts(const Source& source) {
   const bool own = source.has("num_experts");
   const bool local = source.has("num_local_experts");
-  if (!own && !local) source.corrupt("key 'num_experts' (or 'num_local_experts') is missing");
+  if (!own && !local) {
+    source.corrupt("key 'num_experts' (or 'num_local_experts') is missing");
+  }
   const char* key = own ? "num_experts" : "num_local_experts";
   const int64_t count = json_int(source.json, key, source.file);
   if (own && local && json_int(source.json, "num_local_experts", source.file) != count) {
@@ -193,17 +219,27 @@ int32_t parse_num_experts(const Source& source) {
 // Qwen: layer i is MoE unless listed in mlp_only_layers or off the decoder_sparse_step grid.
 void parse_qwen_sparse_layers(const Source& source, ModelConfig& config) {
   const int64_t step = json_int_or(source.json, "decoder_sparse_step", 1, source.file);
-  if (step < 1) source.corrupt(fmt::format("decoder_sparse_step is {}, must be at least 1", step));
+  if (step < 1) {
+    source.corrupt(fmt::format("decoder_sparse_step is {}, must be at least 1", step));
+  }
   for (int32_t i = 0; i < config.num_layers; ++i) {
     config.layer_is_moe[static_cast<size_t>(i)] = config.num_experts > 0 && (i + 1) % step == 0 ? 1 : 0;
   }
-  if (!source.has("mlp_only_layers")) return;
+  if (!source.has("mlp_only_layers")) {
+    return;
+  }
   const Json& only = source.json.at("mlp_only_layers");
-  if (!only.is_array()) source.corrupt("key 'mlp_only_layers' must be a list of integers");
+  if (!only.is_array()) {
+    source.corrupt("key 'mlp_only_layers' must be a list of integers");
+  }
   for (const Json& layer : only) {
-    if (!layer.is_number_integer()) source.corrupt("key 'mlp_only_layers' must be a list of integers");
+    if (!layer.is_number_integer()) {
+      source.corrupt("key 'mlp_only_layers' must be a list of integers");
+    }
     const int64_t index = layer.get<int64_t>();
-    if (index >= 0 && index < config.num_layers) config.layer_is_moe[static_cast<size_t>(index)] = 0;
+    if (index >= 0 && index < config.num_layers) {
+      config.layer_is_moe[static_cast<size_t>(index)] = 0;
+    }
   }
 }
 
@@ -216,15 +252,19 @@ void parse_feed_forward(const Source& source, ModelConfig& config) {
   }
   config.num_experts = parse_num_experts(source);
   const bool qwen = config.family == Family::kQwen3Moe || config.family == Family::kQwen2Moe;
-  if (config.num_experts == 0 && !qwen) source.corrupt("the number of experts is 0");
+  if (config.num_experts == 0 && !qwen) {
+    source.corrupt("the number of experts is 0");
+  }
   if (qwen) {
     parse_qwen_sparse_layers(source, config);
   } else {
     std::fill(config.layer_is_moe.begin(), config.layer_is_moe.end(), uint8_t{1});
   }
-  const bool any_dense = std::find(config.layer_is_moe.begin(), config.layer_is_moe.end(), 0) !=
-                         config.layer_is_moe.end();
-  if (any_dense) config.intermediate_size = source.size("intermediate_size");
+  const bool any_dense =
+      std::find(config.layer_is_moe.begin(), config.layer_is_moe.end(), 0) != config.layer_is_moe.end();
+  if (any_dense) {
+    config.intermediate_size = source.size("intermediate_size");
+  }
   if (std::find(config.layer_is_moe.begin(), config.layer_is_moe.end(), 1) == config.layer_is_moe.end()) {
     config.num_experts = 0;  // every layer is dense: the model is
     return;
@@ -254,23 +294,34 @@ void parse_rope_into(const Source& source, ModelConfig& config) {
 }
 
 int32_t token_id(const Source& source, const char* key, const Json& value) {
-  if (!value.is_number_integer()) source.corrupt(fmt::format("key '{}' must be an integer or a list of them", key));
-  return source.checked(key, value.is_number_unsigned() ? static_cast<int64_t>(std::min<uint64_t>(
-                                                              value.get<uint64_t>(), INT64_MAX))
-                                                        : value.get<int64_t>(),
+  if (!value.is_number_integer()) {
+    source.corrupt(fmt::format("key '{}' must be an integer or a list of them", key));
+  }
+  return source.checked(key,
+                        value.is_number_unsigned()
+                            ? static_cast<int64_t>(std::min<uint64_t>(value.get<uint64_t>(), INT64_MAX))
+                            : value.get<int64_t>(),
                         0, INT32_MAX);
 }
 
 // Adds `eos_token_id` (an integer or a list) to the stop set.
 void add_eos(const Source& source, std::vector<int32_t>& ids) {
-  if (!source.has("eos_token_id")) return;
+  if (!source.has("eos_token_id")) {
+    return;
+  }
   const Json& value = source.json.at("eos_token_id");
   const auto add = [&](const Json& item) {
     const int32_t id = token_id(source, "eos_token_id", item);
-    if (std::find(ids.begin(), ids.end(), id) == ids.end()) ids.push_back(id);
+    if (std::find(ids.begin(), ids.end(), id) == ids.end()) {
+      ids.push_back(id);
+    }
   };
-  if (!value.is_array()) return add(value);
-  for (const Json& item : value) add(item);
+  if (!value.is_array()) {
+    return add(value);
+  }
+  for (const Json& item : value) {
+    add(item);
+  }
 }
 
 void parse_generation(const Source& source, ModelConfig& config) {
@@ -291,7 +342,9 @@ void parse_generation(const Source& source, ModelConfig& config) {
   if (source.has("top_k")) {
     config.default_top_k = source.checked("top_k", json_int(source.json, "top_k", source.file), 0, INT32_MAX);
   }
-  if (!source.flag("do_sample", true)) config.default_temperature = 0.0f;
+  if (!source.flag("do_sample", true)) {
+    config.default_temperature = 0.0f;
+  }
 }
 
 }  // namespace
@@ -300,7 +353,9 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
                                const std::string& file) {
   const Json json = parse_json(config_json, file);
   const Source source{json, file};
-  if (!json.is_object()) source.corrupt("not a JSON object");
+  if (!json.is_object()) {
+    source.corrupt("not a JSON object");
+  }
   ModelConfig config;
   parse_architecture(source, config);
   refuse_unimplemented(source);
@@ -310,14 +365,18 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
   config.vocab_size = source.size("vocab_size");
   config.max_position = source.size("max_position_embeddings", kPositionsMax);
   const double eps = json_number(json, "rms_norm_eps", file);
-  if (!(eps > 0.0 && eps < 1.0)) source.corrupt(fmt::format("rms_norm_eps is {}, must lie between 0 and 1", eps));
+  if (!(eps > 0.0 && eps < 1.0)) {
+    source.corrupt(fmt::format("rms_norm_eps is {}, must lie between 0 and 1", eps));
+  }
   config.rms_norm_eps = static_cast<float>(eps);
   config.tie_embeddings = source.flag("tie_word_embeddings", false);
   parse_attention(source, config);
   parse_window(source, config);
   parse_feed_forward(source, config);
   parse_rope_into(source, config);
-  if (source.has("bos_token_id")) config.bos_token_id = token_id(source, "bos_token_id", json.at("bos_token_id"));
+  if (source.has("bos_token_id")) {
+    config.bos_token_id = token_id(source, "bos_token_id", json.at("bos_token_id"));
+  }
   add_eos(source, config.eos_token_ids);
   if (!generation_json.empty()) {
     const size_t slash = file.rfind('/');
@@ -325,7 +384,9 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
         (slash == std::string::npos ? "" : file.substr(0, slash + 1)) + "generation_config.json";
     const Json generation = parse_json(generation_json, generation_file);
     const Source generation_source{generation, generation_file};
-    if (!generation.is_object()) generation_source.corrupt("not a JSON object");
+    if (!generation.is_object()) {
+      generation_source.corrupt("not a JSON object");
+    }
     parse_generation(generation_source, config);
   }
   return config;
@@ -334,7 +395,7 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
 ModelConfig load_model_config(const std::string& dir) {
   const std::string file = dir + "/config.json";
   const std::string generation_file = dir + "/generation_config.json";
-  struct stat info {};
+  struct stat info{};
   const std::string text = read_text(file);
   return parse_model_config(text, ::stat(generation_file.c_str(), &info) == 0 ? read_text(generation_file) : "", file);
 }

@@ -25,21 +25,21 @@ struct ModelConfig {
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
   int32_t vocab_size = 0;
-  int32_t intermediate_size = 0;      // dense MLP layers; 0 = there are none
-  int32_t num_experts = 0;            // 0 = dense model (no layer is MoE)
+  int32_t intermediate_size = 0;  // dense MLP layers; 0 = there are none
+  int32_t num_experts = 0;        // 0 = dense model (no layer is MoE)
   int32_t top_k = 0;
   int32_t moe_intermediate_size = 0;
   int32_t shared_intermediate_size = 0;  // Qwen2-MoE; 0 = no shared expert
   bool norm_topk_prob = false;
   float rms_norm_eps = 1e-6f;
   int32_t max_position = 0;
-  int32_t sliding_window = 0;         // 0 = none
+  int32_t sliding_window = 0;  // 0 = none
   bool tie_embeddings = false;
   bool qkv_bias = false;
   bool o_bias = false;
   bool mlp_bias = false;
   QkNorm qk_norm = QkNorm::kNone;
-  float clip_qkv = 0.0f;              // 0 = none
+  float clip_qkv = 0.0f;  // 0 = none
   double rope_theta = 10000.0;
   std::string rope_type = "default";
   std::vector<float> inv_freq;        // [head_dim / 2], scaling applied

@@ -5,7 +5,9 @@ namespace moelora {
 namespace {
 
 double record_bytes(const LoraRecord* record, int32_t k, int32_t n) {
-  if (record == nullptr) return 0;
+  if (record == nullptr) {
+    return 0;
+  }
   const auto dtype = static_cast<Dtype>(record->dtype);
   return static_cast<double>(kGranuleBytes) *
          (matrix_granules(record->rank, k, dtype) + matrix_granules(record->rank, n, dtype));
@@ -18,8 +20,9 @@ double dense_lora_bytes(const LoraBatch& lora, const ModelConfig& config, int32_
   const int32_t h = config.hidden_size;
   const int32_t i = config.intermediate_size;
   const int32_t s = config.shared_intermediate_size;
-  const int32_t shapes[kNumDenseModules][2] = {{h, q}, {h, kv}, {h, kv}, {q, h}, {h, config.num_experts}, {h, i},
-                                               {h, i}, {i, h},  {h, s},  {h, s}, {s, h},                  {h, 1}};
+  const int32_t shapes[kNumDenseModules][2] = {{h, q}, {h, kv}, {h, kv}, {q, h}, {h, config.num_experts},
+                                               {h, i}, {h, i},  {i, h},  {h, s}, {h, s},
+                                               {s, h}, {h, 1}};
   double bytes = 0;
   for (int32_t segment = 0; segment < lora.num_segments; ++segment) {
     for (int32_t module = 0; module < kNumDenseModules; ++module) {
@@ -70,7 +73,9 @@ void Model::forward(const ForwardInput& input, Workspace& workspace, Stream& str
       counts->lora_bytes += dense_lora_bytes(*input.lora, config_, layer);
     }
   }
-  if (input.num_logit_rows == 0) return;
+  if (input.num_logit_rows == 0) {
+    return;
+  }
 
   RmsNormArgs norm;
   norm.x = workspace.hidden;

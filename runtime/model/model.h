@@ -15,16 +15,16 @@ namespace moelora {
 
 // What a step tells the device. Arrays live in device memory of StepInput.
 struct ForwardInput {
-  int32_t num_rows = 0;       // T
+  int32_t num_rows = 0;  // T
   int32_t num_sequences = 0;
-  int32_t num_logit_rows = 0;  // S
+  int32_t num_logit_rows = 0;             // S
   const int32_t* token_ids = nullptr;     // [T]
   const int32_t* positions = nullptr;     // [T]
   const int32_t* row_sequence = nullptr;  // [T] index of the batch's sequence
   const int32_t* row_begin = nullptr;     // [num_sequences + 1]
   const int32_t* logit_rows = nullptr;    // [S] rows whose logits are wanted
   KvView kv;
-  const LoraBatch* lora = nullptr;        // null: no row has an adapter, and no LoRA work is launched
+  const LoraBatch* lora = nullptr;  // null: no row has an adapter, and no LoRA work is launched
 };
 
 // Counted by forward for stats and benches.

@@ -52,12 +52,15 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   kernels_.linear(down, stream);
 }
 
-void Model::count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order, ForwardCounts& counts) const {
+void Model::count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order,
+                          ForwardCounts& counts) const {
   ++counts.moe_layers;
   for (int32_t e = 0; e < config_.num_experts; ++e) {
     counts.active_experts += order.expert_begin[e + 1] > order.expert_begin[e] ? 1 : 0;
   }
-  if (input.lora == nullptr) return;
+  if (input.lora == nullptr) {
+    return;
+  }
   for (int32_t segment = 0; segment < *order.num_segments; ++segment) {
     counts.lora_bytes +=
         expert_lora_bytes(*input.lora, config_, layer, order.segment_slot[segment], order.segment_expert[segment]);
@@ -74,13 +77,14 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   kernels_.linear(router, stream);
 
   kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
-                        RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids,
-                        workspace.expert_weights},
+                        RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights},
                        stream);
   kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
                      config_.top_k, config_.num_experts, workspace.order},
                     stream);
-  if (counts != nullptr) count_experts(input, layer, workspace.order, *counts);
+  if (counts != nullptr) {
+    count_experts(input, layer, workspace.order, *counts);
+  }
 
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;

@@ -18,7 +18,9 @@ constexpr double kPi = 3.14159265358979323846;
 
 const Json* object_or_null(const Json& config, const char* key, const std::string& file) {
   const auto found = config.find(key);
-  if (found == config.end() || found->is_null()) return nullptr;
+  if (found == config.end() || found->is_null()) {
+    return nullptr;
+  }
   if (!found->is_object()) {
     throw Error(Status::kCorrupt, fmt::format("{}: key '{}' must be an object or null", file, key));
   }
@@ -27,9 +29,13 @@ const Json* object_or_null(const Json& config, const char* key, const std::strin
 
 // rope_parameters may be nested one level by layer type; all layers are of one type here (parse_window holds that).
 const Json* flat_parameters(const Json* parameters, const std::string& layer_type, const std::string& file) {
-  if (parameters == nullptr || parameters->empty()) return nullptr;
+  if (parameters == nullptr || parameters->empty()) {
+    return nullptr;
+  }
   const bool nested = std::all_of(parameters->begin(), parameters->end(), [](const Json& v) { return v.is_object(); });
-  if (!nested) return parameters;
+  if (!nested) {
+    return parameters;
+  }
   const auto own = parameters->find(layer_type);
   if (own == parameters->end()) {
     throw Error(Status::kCorrupt, fmt::format("{}: rope_parameters has no entry '{}'", file, layer_type));
@@ -38,10 +44,21 @@ const Json* flat_parameters(const Json* parameters, const std::string& layer_typ
 }
 
 void refuse_unknown_keys(const Json& parameters, const char* place, const std::string& file) {
-  static const std::initializer_list<const char*> known = {
-      "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "low_freq_factor",
-      "high_freq_factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim",
-      "partial_rotary_factor", "finetuned"};
+  static const std::initializer_list<const char*> known = {"rope_type",
+                                                           "type",
+                                                           "rope_theta",
+                                                           "factor",
+                                                           "original_max_position_embeddings",
+                                                           "low_freq_factor",
+                                                           "high_freq_factor",
+                                                           "beta_fast",
+                                                           "beta_slow",
+                                                           "truncate",
+                                                           "attention_factor",
+                                                           "mscale",
+                                                           "mscale_all_dim",
+                                                           "partial_rotary_factor",
+                                                           "finetuned"};
   for (const auto& item : parameters.items()) {
     const bool is_known = std::any_of(known.begin(), known.end(), [&](const char* key) { return item.key() == key; });
     if (!is_known && !item.value().is_null()) {
@@ -55,12 +72,16 @@ std::string parse_type(const Json& scaling, const char* place, bool type_require
   const std::string modern = json_string_or(scaling, "rope_type", "", file);
   const std::string older = json_string_or(scaling, "type", "", file);
   if (!modern.empty() && !older.empty() && modern != older) {
-    throw Error(Status::kCorrupt, fmt::format("{}: {} has rope_type '{}' and type '{}'", file, place,
-                                              printable(modern), printable(older)));
+    throw Error(Status::kCorrupt, fmt::format("{}: {} has rope_type '{}' and type '{}'", file, place, printable(modern),
+                                              printable(older)));
   }
   const std::string type = modern.empty() ? older : modern;
-  if (!type.empty()) return type;
-  if (type_required) throw Error(Status::kCorrupt, fmt::format("{}: {} has no 'rope_type'", file, place));
+  if (!type.empty()) {
+    return type;
+  }
+  if (type_required) {
+    throw Error(Status::kCorrupt, fmt::format("{}: {} has no 'rope_type'", file, place));
+  }
   return "default";
 }
 
@@ -81,7 +102,9 @@ void check_partial_rotary(const Json& object, const std::string& file) {
 }
 
 void parse_scaling(const Json& scaling, int64_t max_position, const std::string& file, RopeParameters& rope) {
-  if (rope.type == "default") return;
+  if (rope.type == "default") {
+    return;
+  }
   const bool has_factor = scaling.contains("factor") && !scaling.at("factor").is_null();
   if (rope.type == "yarn" && !has_factor) {
     rope.factor = std::max(static_cast<double>(max_position) / rope.original_max_position, 1.0);
@@ -92,7 +115,9 @@ void parse_scaling(const Json& scaling, int64_t max_position, const std::string&
     rope.low_freq_factor = number_from(scaling, "low_freq_factor", 1e-6, file);
     rope.high_freq_factor = number_from(scaling, "high_freq_factor", rope.low_freq_factor, file);
   }
-  if (rope.type != "yarn") return;
+  if (rope.type != "yarn") {
+    return;
+  }
   rope.beta_fast = json_number_or(scaling, "beta_fast", 32.0, file);
   rope.beta_slow = json_number_or(scaling, "beta_slow", 1.0, file);
   if (!(rope.beta_slow > 0) || !(rope.beta_fast >= rope.beta_slow)) {
@@ -110,15 +135,23 @@ void parse_scaling(const Json& scaling, int64_t max_position, const std::string&
 // One frequency under llama3 scaling: long waves are divided by the factor, short ones kept, those between blended.
 double llama3_frequency(const RopeParameters& rope, double inv) {
   const double wavelength = 2.0 * kPi / inv;
-  if (wavelength < rope.original_max_position / rope.high_freq_factor) return inv;
-  if (wavelength > rope.original_max_position / rope.low_freq_factor) return inv / rope.factor;
-  if (rope.high_freq_factor == rope.low_freq_factor) return inv;  // the band is one point: nothing to blend
-  const double blend = (rope.original_max_position / wavelength - rope.low_freq_factor) /
-                       (rope.high_freq_factor - rope.low_freq_factor);
+  if (wavelength < rope.original_max_position / rope.high_freq_factor) {
+    return inv;
+  }
+  if (wavelength > rope.original_max_position / rope.low_freq_factor) {
+    return inv / rope.factor;
+  }
+  if (rope.high_freq_factor == rope.low_freq_factor) {
+    return inv;  // the band is one point: nothing to blend
+  }
+  const double blend =
+      (rope.original_max_position / wavelength - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor);
   return (1.0 - blend) * inv / rope.factor + blend * inv;
 }
 
-double yarn_mscale(double factor, double scale) { return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0; }
+double yarn_mscale(double factor, double scale) {
+  return factor <= 1.0 ? 1.0 : 0.1 * scale * std::log(factor) + 1.0;
+}
 
 void apply_yarn(const RopeParameters& rope, int32_t head_dim, RopeTable& table) {
   const auto correction = [&](double beta) {
@@ -132,7 +165,9 @@ void apply_yarn(const RopeParameters& rope, int32_t head_dim, RopeTable& table) 
   }
   low = std::max(low, 0.0);
   high = std::min(high, head_dim - 1.0);
-  if (low == high) high += 0.001;
+  if (low == high) {
+    high += 0.001;
+  }
   for (size_t i = 0; i < table.inv_freq.size(); ++i) {
     const double ramp = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
     table.inv_freq[i] = table.inv_freq[i] * (1.0 - ramp) + table.inv_freq[i] / rope.factor * ramp;
@@ -148,8 +183,8 @@ void apply_yarn(const RopeParameters& rope, int32_t head_dim, RopeTable& table) 
 
 }  // namespace
 
-RopeParameters parse_rope(const Json& config, int64_t max_position, double default_theta,
-                          const std::string& layer_type, const std::string& file) {
+RopeParameters parse_rope(const Json& config, int64_t max_position, double default_theta, const std::string& layer_type,
+                          const std::string& file) {
   const Json* modern = flat_parameters(object_or_null(config, "rope_parameters", file), layer_type, file);
   const Json* older = object_or_null(config, "rope_scaling", file);
   RopeParameters rope;
@@ -181,16 +216,17 @@ RopeParameters parse_rope(const Json& config, int64_t max_position, double defau
   if (!(rope.theta > 1.0)) {
     throw Error(Status::kCorrupt, fmt::format("{}: key 'rope_theta' is {}, must be above 1", file, rope.theta));
   }
-  int64_t original = scaling == nullptr
-                         ? max_position
-                         : json_int_or(*scaling, "original_max_position_embeddings", max_position, file);
+  int64_t original =
+      scaling == nullptr ? max_position : json_int_or(*scaling, "original_max_position_embeddings", max_position, file);
   original = json_int_or(config, "original_max_position_embeddings", original, file);
   if (original < 1) {
     throw Error(Status::kCorrupt,
                 fmt::format("{}: key 'original_max_position_embeddings' is {}, must be at least 1", file, original));
   }
   rope.original_max_position = static_cast<double>(original);
-  if (scaling != nullptr) parse_scaling(*scaling, max_position, file, rope);
+  if (scaling != nullptr) {
+    parse_scaling(*scaling, max_position, file, rope);
+  }
   return rope;
 }
 
@@ -199,11 +235,17 @@ RopeTable rope_table(const RopeParameters& rope, int32_t head_dim) {
   table.inv_freq.resize(static_cast<size_t>(head_dim / 2));
   for (size_t i = 0; i < table.inv_freq.size(); ++i) {
     double inv = std::pow(rope.theta, -2.0 * static_cast<double>(i) / head_dim);
-    if (rope.type == "linear") inv /= rope.factor;
-    if (rope.type == "llama3") inv = llama3_frequency(rope, inv);
+    if (rope.type == "linear") {
+      inv /= rope.factor;
+    }
+    if (rope.type == "llama3") {
+      inv = llama3_frequency(rope, inv);
+    }
     table.inv_freq[i] = inv;
   }
-  if (rope.type == "yarn") apply_yarn(rope, head_dim, table);
+  if (rope.type == "yarn") {
+    apply_yarn(rope, head_dim, table);
+  }
   return table;
 }
 

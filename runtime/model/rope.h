@@ -37,8 +37,8 @@ struct RopeTable {
 
 // `config` is the whole config.json; `layer_type` selects among parameters nested by layer type ("full_attention",
 // "sliding_attention"). Throws Error{kCorrupt} or {kUnsupported} naming `file` and key.
-RopeParameters parse_rope(const Json& config, int64_t max_position, double default_theta,
-                          const std::string& layer_type, const std::string& file);
+RopeParameters parse_rope(const Json& config, int64_t max_position, double default_theta, const std::string& layer_type,
+                          const std::string& file);
 
 RopeTable rope_table(const RopeParameters& parameters, int32_t head_dim);
 

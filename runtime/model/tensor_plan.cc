@@ -5,7 +5,9 @@
 namespace moelora {
 namespace {
 
-std::string layer_prefix(int32_t layer) { return "model.layers." + std::to_string(layer) + "."; }
+std::string layer_prefix(int32_t layer) {
+  return "model.layers." + std::to_string(layer) + ".";
+}
 
 class Planner {
  public:
@@ -31,7 +33,9 @@ class Planner {
     plan_.push_back({{prefix_ + name + ".weight"}, TensorKind::kNorm, 1, cols, &weight});
   }
   void bias(bool present, const std::string& name, int32_t cols, Weight& weight) {
-    if (present) plan_.push_back({{prefix_ + name + ".bias"}, TensorKind::kBias, 1, cols, &weight});
+    if (present) {
+      plan_.push_back({{prefix_ + name + ".bias"}, TensorKind::kBias, 1, cols, &weight});
+    }
   }
 
   void attention(LayerWeights& layer) {
@@ -46,7 +50,9 @@ class Planner {
     bias(config_.qkv_bias, "self_attn.k_proj", kv_rows, layer.k_bias);
     bias(config_.qkv_bias, "self_attn.v_proj", kv_rows, layer.v_bias);
     bias(config_.o_bias, "self_attn.o_proj", width, layer.o_bias);
-    if (config_.qk_norm == QkNorm::kNone) return;
+    if (config_.qk_norm == QkNorm::kNone) {
+      return;
+    }
     const bool full = config_.qk_norm == QkNorm::kFull;
     norm("self_attn.q_norm", full ? q_rows : config_.head_dim, layer.q_norm);
     norm("self_attn.k_norm", full ? kv_rows : config_.head_dim, layer.k_norm);
@@ -68,7 +74,9 @@ class Planner {
     if (config_.family == Family::kMixtral) {
       plan_.back().names.insert(plan_.back().names.begin(), prefix_ + "block_sparse_moe.gate.weight");
     }
-    if (config_.shared_intermediate_size == 0) return;
+    if (config_.shared_intermediate_size == 0) {
+      return;
+    }
     const int32_t inner = config_.shared_intermediate_size;
     matrix("mlp.shared_expert.gate_proj", inner, width, layer.shared_gate);
     matrix("mlp.shared_expert.up_proj", inner, width, layer.shared_up);
@@ -85,14 +93,15 @@ class Planner {
 
 std::vector<PlannedTensor> plan_tensors(const ModelConfig& config, Weights& weights) {
   std::vector<PlannedTensor> plan;
-  plan.push_back({{"model.embed_tokens.weight"}, TensorKind::kMatrix, config.vocab_size, config.hidden_size,
-                  &weights.embedding});
+  plan.push_back(
+      {{"model.embed_tokens.weight"}, TensorKind::kMatrix, config.vocab_size, config.hidden_size, &weights.embedding});
   Planner planner(config, plan);
-  for (int32_t i = 0; i < config.num_layers; ++i) planner.layer(i, weights.layers[static_cast<size_t>(i)]);
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    planner.layer(i, weights.layers[static_cast<size_t>(i)]);
+  }
   plan.push_back({{"model.norm.weight"}, TensorKind::kNorm, 1, config.hidden_size, &weights.final_norm});
   if (!config.tie_embeddings) {
-    plan.push_back(
-        {{"lm_head.weight"}, TensorKind::kMatrix, config.vocab_size, config.hidden_size, &weights.lm_head});
+    plan.push_back({{"lm_head.weight"}, TensorKind::kMatrix, config.vocab_size, config.hidden_size, &weights.lm_head});
   }
   return plan;
 }
@@ -111,7 +120,11 @@ std::string expert_tensor_name(const ModelConfig& config, int32_t layer, int32_t
   return layer_prefix(layer) + module + std::to_string(expert) + "." + projection + ".weight";
 }
 
-std::string fused_gate_up_name(int32_t layer) { return layer_prefix(layer) + "mlp.experts.gate_up_proj"; }
-std::string fused_down_name(int32_t layer) { return layer_prefix(layer) + "mlp.experts.down_proj"; }
+std::string fused_gate_up_name(int32_t layer) {
+  return layer_prefix(layer) + "mlp.experts.gate_up_proj";
+}
+std::string fused_down_name(int32_t layer) {
+  return layer_prefix(layer) + "mlp.experts.down_proj";
+}
 
 }  // namespace moelora

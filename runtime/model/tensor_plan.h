@@ -17,9 +17,9 @@ enum class TensorKind : uint8_t { kMatrix, kNorm, kBias };
 struct PlannedTensor {
   std::vector<std::string> names;  // the first one found is used; more than one found is an error
   TensorKind kind;
-  int32_t rows;                    // 1 for norms and biases, which are stored as [cols]
+  int32_t rows;  // 1 for norms and biases, which are stored as [cols]
   int32_t cols;
-  Weight* weight;                  // where the view goes
+  Weight* weight;  // where the view goes
 };
 
 // One projection of a layer's routed experts.

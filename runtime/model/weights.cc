@@ -22,28 +22,52 @@ constexpr size_t kNamesShown = 3;
 // "3 tensors are missing: a, b, c" with at most kNamesShown names.
 std::string name_list(const std::vector<std::string>& names, const char* what) {
   std::string text = fmt::format("{} {} {}: ", names.size(), names.size() == 1 ? "tensor is" : "tensors are", what);
-  for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) text += (i > 0 ? ", " : "") + printable(names[i]);
+  for (size_t i = 0; i < names.size() && i < kNamesShown; ++i) {
+    text += (i > 0 ? ", " : "") + printable(names[i]);
+  }
   return text + (names.size() > kNamesShown ? ", ..." : "");
 }
 
 uint64_t bytes_of(const Weight& weight) {
-  if (weight.empty()) return 0;
+  if (weight.empty()) {
+    return 0;
+  }
   return static_cast<uint64_t>(weight.rows) * static_cast<uint64_t>(weight.cols) * dtype_bytes(weight.dtype);
 }
 
 // Bytes of one expert's matrix.
 uint64_t bytes_of(const ExpertWeights& weights) {
-  if (weights.data == nullptr) return 0;
+  if (weights.data == nullptr) {
+    return 0;
+  }
   return static_cast<uint64_t>(weights.rows) * static_cast<uint64_t>(weights.cols) * dtype_bytes(weights.dtype);
 }
 
 uint64_t bytes_without_experts(const LayerWeights& layer) {
   uint64_t bytes = 0;
-  for (const Weight* weight :
-       {&layer.input_norm, &layer.q, &layer.k, &layer.v, &layer.o, &layer.q_bias, &layer.k_bias, &layer.v_bias,
-        &layer.o_bias, &layer.q_norm, &layer.k_norm, &layer.post_norm, &layer.gate, &layer.up, &layer.down,
-        &layer.gate_bias, &layer.up_bias, &layer.down_bias, &layer.router, &layer.shared_gate, &layer.shared_up,
-        &layer.shared_down, &layer.shared_expert_gate}) {
+  for (const Weight* weight : {&layer.input_norm,
+                               &layer.q,
+                               &layer.k,
+                               &layer.v,
+                               &layer.o,
+                               &layer.q_bias,
+                               &layer.k_bias,
+                               &layer.v_bias,
+                               &layer.o_bias,
+                               &layer.q_norm,
+                               &layer.k_norm,
+                               &layer.post_norm,
+                               &layer.gate,
+                               &layer.up,
+                               &layer.down,
+                               &layer.gate_bias,
+                               &layer.up_bias,
+                               &layer.down_bias,
+                               &layer.router,
+                               &layer.shared_gate,
+                               &layer.shared_up,
+                               &layer.shared_down,
+                               &layer.shared_expert_gate}) {
     bytes += bytes_of(*weight);
   }
   return bytes;
@@ -55,15 +79,21 @@ class Loader {
       : dir_(dir), config_(config), checkpoint_(checkpoint) {}
 
   void load(Weights& weights) {
-    for (const PlannedTensor& planned : plan_tensors(config_, weights)) single(planned);
+    for (const PlannedTensor& planned : plan_tensors(config_, weights)) {
+      single(planned);
+    }
     for (int32_t i = 0; i < config_.num_layers; ++i) {
-      if (config_.layer_is_moe[static_cast<size_t>(i)] != 0) experts(i, weights.layers[static_cast<size_t>(i)]);
+      if (config_.layer_is_moe[static_cast<size_t>(i)] != 0) {
+        experts(i, weights.layers[static_cast<size_t>(i)]);
+      }
     }
     if (!missing_.empty()) {
       throw Error(Status::kCorrupt, fmt::format("{}: {}", dir_, name_list(missing_, "missing")));
     }
     refuse_unexpected();
-    if (config_.tie_embeddings) weights.lm_head = weights.embedding;
+    if (config_.tie_embeddings) {
+      weights.lm_head = weights.embedding;
+    }
   }
 
   [[nodiscard]] uint64_t bytes() const { return bytes_; }
@@ -104,16 +134,26 @@ class Loader {
   void single(const PlannedTensor& planned) {
     const std::string* name = nullptr;
     for (const std::string& candidate : planned.names) {
-      if (checkpoint_.find(candidate) == nullptr) continue;
-      if (name != nullptr) refuse_both(*name, candidate);
+      if (checkpoint_.find(candidate) == nullptr) {
+        continue;
+      }
+      if (name != nullptr) {
+        refuse_both(*name, candidate);
+      }
       name = &candidate;
     }
-    if (name == nullptr) name = &planned.names.front();
+    if (name == nullptr) {
+      name = &planned.names.front();
+    }
     std::vector<int64_t> shape = {planned.rows, planned.cols};
-    if (planned.kind != TensorKind::kMatrix) shape = {planned.cols};
+    if (planned.kind != TensorKind::kMatrix) {
+      shape = {planned.cols};
+    }
     Dtype dtype = Dtype::kBf16;
     const StoredTensor* stored = take(*name, shape, &dtype);
-    if (stored != nullptr) *planned.weight = {stored->data, dtype, planned.rows, planned.cols};
+    if (stored != nullptr) {
+      *planned.weight = {stored->data, dtype, planned.rows, planned.cols};
+    }
   }
 
   void experts(int32_t layer, LayerWeights& weights) {
@@ -122,13 +162,17 @@ class Loader {
     const std::string down = fused_down_name(layer);
     const bool has_gate_up = checkpoint_.find(gate_up) != nullptr;
     if (!has_gate_up && checkpoint_.find(down) == nullptr) {
-      for (const PlannedExperts& projection : planned) per_expert(layer, projection);
+      for (const PlannedExperts& projection : planned) {
+        per_expert(layer, projection);
+      }
       return;
     }
     for (int32_t e = 0; e < config_.num_experts; ++e) {
       for (const PlannedExperts& projection : planned) {
         const std::string name = expert_tensor_name(config_, layer, e, projection.projection);
-        if (checkpoint_.find(name) != nullptr) refuse_both(has_gate_up ? gate_up : down, name);
+        if (checkpoint_.find(name) != nullptr) {
+          refuse_both(has_gate_up ? gate_up : down, name);
+        }
       }
     }
     const int64_t count = config_.num_experts;
@@ -148,14 +192,19 @@ class Loader {
       const std::string name = expert_tensor_name(config_, layer, e, planned.projection);
       Dtype own = Dtype::kBf16;
       const StoredTensor* stored = take(name, {planned.rows, planned.cols}, &own);
-      if (stored == nullptr) continue;
+      if (stored == nullptr) {
+        continue;
+      }
       if (e > 0 && own != dtype && data[0] != nullptr) {
         throw Error(Status::kUnsupported,
                     fmt::format("{}: tensor '{}' is {}, but '{}' is {}: the experts of one projection must share a "
-                                "dtype", dir_, name, dtype_name(own),
-                                expert_tensor_name(config_, layer, 0, planned.projection), dtype_name(dtype)));
+                                "dtype",
+                                dir_, name, dtype_name(own), expert_tensor_name(config_, layer, 0, planned.projection),
+                                dtype_name(dtype)));
       }
-      if (e == 0) dtype = own;
+      if (e == 0) {
+        dtype = own;
+      }
       data[static_cast<size_t>(e)] = stored->data;
     }
     *planned.weights = {data.data(), dtype, planned.rows, planned.cols};
@@ -166,12 +215,18 @@ class Loader {
              const PlannedExperts& planned) {
     const bool first_use = used_.count(name) == 0;
     Dtype dtype = Dtype::kBf16;
-    if (!first_use) bytes_ -= checkpoint_.find(name)->bytes;  // gate and up share one tensor: count it once
+    if (!first_use) {
+      bytes_ -= checkpoint_.find(name)->bytes;  // gate and up share one tensor: count it once
+    }
     const StoredTensor* stored = take(name, shape, &dtype);
-    if (stored == nullptr) return;
+    if (stored == nullptr) {
+      return;
+    }
     std::vector<const void*>& data = *planned.data;
     data.resize(static_cast<size_t>(config_.num_experts));
-    for (size_t e = 0; e < data.size(); ++e) data[e] = stored->data + (e * stride + offset) * dtype_bytes(dtype);
+    for (size_t e = 0; e < data.size(); ++e) {
+      data[e] = stored->data + (e * stride + offset) * dtype_bytes(dtype);
+    }
     *planned.weights = {data.data(), dtype, planned.rows, planned.cols};
   }
 
@@ -186,9 +241,13 @@ class Loader {
   void refuse_unexpected() const {
     std::vector<std::string> unexpected;
     for (const auto& [name, stored] : checkpoint_.tensors()) {
-      if (used_.count(name) == 0 && !may_be_ignored(name)) unexpected.push_back(name);
+      if (used_.count(name) == 0 && !may_be_ignored(name)) {
+        unexpected.push_back(name);
+      }
     }
-    if (unexpected.empty()) return;
+    if (unexpected.empty()) {
+      return;
+    }
     throw Error(Status::kUnsupported, fmt::format("{}: {}", dir_, name_list(unexpected, "not part of this model")));
   }
 
@@ -217,9 +276,13 @@ std::unique_ptr<Weights> Weights::load(const std::string& dir, const ModelConfig
 
 std::vector<Weights::Area> Weights::areas() const {
   std::vector<Area> areas;
-  if (storage_->memory != nullptr) areas.push_back({storage_->memory->data(), storage_->memory->bytes()});
+  if (storage_->memory != nullptr) {
+    areas.push_back({storage_->memory->data(), storage_->memory->bytes()});
+  }
   if (storage_->checkpoint != nullptr) {
-    for (const auto& file : storage_->checkpoint->files()) areas.push_back({file->data(), file->bytes()});
+    for (const auto& file : storage_->checkpoint->files()) {
+      areas.push_back({file->data(), file->bytes()});
+    }
   }
   std::sort(areas.begin(), areas.end(), [](const Area& a, const Area& b) { return a.bytes > b.bytes; });
   return areas;
@@ -230,8 +293,8 @@ double weight_bytes_of_step(const ModelConfig& config, const Weights& weights, d
   const double experts = std::clamp(active, 0.0, static_cast<double>(config.num_experts));
   for (const LayerWeights& layer : weights.layers) {
     bytes += static_cast<double>(bytes_without_experts(layer));
-    bytes += experts * static_cast<double>(bytes_of(layer.expert_gate) + bytes_of(layer.expert_up) +
-                                           bytes_of(layer.expert_down));
+    bytes += experts *
+             static_cast<double>(bytes_of(layer.expert_gate) + bytes_of(layer.expert_up) + bytes_of(layer.expert_down));
   }
   return bytes;
 }

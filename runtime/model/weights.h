@@ -15,20 +15,20 @@
 namespace moelora {
 
 struct LayerWeights {
-  Weight input_norm;      // [1, H]
-  Weight q, k, v, o;      // [Nq*D, H] [Nkv*D, H] [Nkv*D, H] [H, Nq*D]
+  Weight input_norm;                      // [1, H]
+  Weight q, k, v, o;                      // [Nq*D, H] [Nkv*D, H] [Nkv*D, H] [H, Nq*D]
   Weight q_bias, k_bias, v_bias, o_bias;  // [1, rows of the matrix]
-  Weight q_norm, k_norm;  // [1, D] per head, or [1, Nq*D] / [1, Nkv*D] full
-  Weight post_norm;       // [1, H]
+  Weight q_norm, k_norm;                  // [1, D] per head, or [1, Nq*D] / [1, Nkv*D] full
+  Weight post_norm;                       // [1, H]
   // Dense MLP.
   Weight gate, up, down;  // [I, H] [I, H] [H, I]
   Weight gate_bias, up_bias, down_bias;
   // MoE.
-  Weight router;          // [E, H]
+  Weight router;                                                                // [E, H]
   std::vector<const void*> expert_gate_data, expert_up_data, expert_down_data;  // [E] each
   ExpertWeights expert_gate, expert_up, expert_down;                            // view the vectors above
-  Weight shared_gate, shared_up, shared_down;  // Qwen2-MoE
-  Weight shared_expert_gate;                   // [1, H]
+  Weight shared_gate, shared_up, shared_down;                                   // Qwen2-MoE
+  Weight shared_expert_gate;                                                    // [1, H]
 };
 
 class Weights {
@@ -47,7 +47,10 @@ class Weights {
   std::vector<LayerWeights> layers;
   [[nodiscard]] uint64_t bytes() const { return bytes_; }  // stored bytes of all tensors used
   // The largest contiguous areas, to measure the read bandwidth of this very memory (bench).
-  struct Area { const std::byte* data; size_t bytes; };
+  struct Area {
+    const std::byte* data;
+    size_t bytes;
+  };
   [[nodiscard]] std::vector<Area> areas() const;
 
  private:

@@ -23,7 +23,9 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr int kThreadsMax = 64;
 
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+size_t aligned(size_t bytes) {
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
 
 size_t matrix_bytes(Dtype dtype, int32_t rows, int32_t cols) {
   return static_cast<size_t>(rows) * static_cast<size_t>(cols) * dtype_bytes(dtype);
@@ -91,11 +93,17 @@ template <class Size>
 uint64_t planned_bytes(const ModelConfig& config, Weights& weights, const Size& size) {
   uint64_t bytes = 0;
   const auto add = [&](uint64_t more) {
-    if (__builtin_add_overflow(bytes, more, &bytes)) bytes = UINT64_MAX;
+    if (__builtin_add_overflow(bytes, more, &bytes)) {
+      bytes = UINT64_MAX;
+    }
   };
-  for (const PlannedTensor& planned : plan_tensors(config, weights)) add(size(planned.rows, planned.cols));
+  for (const PlannedTensor& planned : plan_tensors(config, weights)) {
+    add(size(planned.rows, planned.cols));
+  }
   for (int32_t i = 0; i < config.num_layers; ++i) {
-    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) continue;
+    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) {
+      continue;
+    }
     for (const PlannedExperts& planned : plan_experts(config, weights.layers[static_cast<size_t>(i)])) {
       add(size(planned.rows, planned.cols) * static_cast<uint64_t>(config.num_experts));
     }
@@ -107,13 +115,17 @@ uint64_t planned_bytes(const ModelConfig& config, Weights& weights, const Size& 
 
 AnonymousMemory::AnonymousMemory(size_t bytes) : bytes_(bytes) {
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) throw Error(Status::kNomem, fmt::format("random weights: no memory for {} bytes", bytes));
+  if (data == MAP_FAILED) {
+    throw Error(Status::kNomem, fmt::format("random weights: no memory for {} bytes", bytes));
+  }
   data_ = static_cast<std::byte*>(data);
   ::madvise(data, bytes, MADV_HUGEPAGE);  // a wish; fewer TLB misses in a step
   ::madvise(data, bytes, MADV_DONTDUMP);  // gigabytes of noise are of no use in the host's core dump
 }
 
-AnonymousMemory::~AnonymousMemory() { ::munmap(data_, bytes_); }
+AnonymousMemory::~AnonymousMemory() {
+  ::munmap(data_, bytes_);
+}
 
 std::unique_ptr<Weights> Weights::random(const ModelConfig& config, uint64_t seed) {
   std::unique_ptr<Weights> weights(new Weights);
@@ -131,23 +143,28 @@ std::unique_ptr<Weights> Weights::random(const ModelConfig& config, uint64_t see
     *planned.weight = {filler.fill(planned.kind, planned.rows, planned.cols), config.dtype, planned.rows, planned.cols};
   }
   for (int32_t i = 0; i < config.num_layers; ++i) {
-    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) continue;
+    if (config.layer_is_moe[static_cast<size_t>(i)] == 0) {
+      continue;
+    }
     for (const PlannedExperts& planned : plan_experts(config, weights->layers[static_cast<size_t>(i)])) {
       planned.data->resize(static_cast<size_t>(config.num_experts));
-      for (const void*& matrix : *planned.data) matrix = filler.fill(TensorKind::kMatrix, planned.rows, planned.cols);
+      for (const void*& matrix : *planned.data) {
+        matrix = filler.fill(TensorKind::kMatrix, planned.rows, planned.cols);
+      }
       *planned.weights = {planned.data->data(), config.dtype, planned.rows, planned.cols};
     }
   }
-  if (config.tie_embeddings) weights->lm_head = weights->embedding;
+  if (config.tie_embeddings) {
+    weights->lm_head = weights->embedding;
+  }
   return weights;
 }
 
 uint64_t weight_bytes_of_config(const ModelConfig& config) {
   Weights weights;
   weights.layers.resize(static_cast<size_t>(config.num_layers));
-  return planned_bytes(config, weights, [&](int32_t rows, int32_t cols) {
-    return uint64_t{matrix_bytes(config.dtype, rows, cols)};
-  });
+  return planned_bytes(config, weights,
+                       [&](int32_t rows, int32_t cols) { return uint64_t{matrix_bytes(config.dtype, rows, cols)}; });
 }
 
 }  // namespace moelora

@@ -84,6 +84,8 @@ Workspace::Workspace(const ModelConfig& config, const WorkspaceLimits& limits) {
   MOELORA_ASSERT(used == bytes_);
 }
 
-Workspace::~Workspace() { munmap(base_, bytes_); }
+Workspace::~Workspace() {
+  munmap(base_, bytes_);
+}
 
 }  // namespace moelora

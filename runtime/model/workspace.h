@@ -26,21 +26,21 @@ class Workspace {
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
 
-  Rows hidden;         // [T, H] residual stream
-  Rows normed;         // [T, H]
-  Rows q, k, v;        // [T, Nq*D] [T, Nkv*D] [T, Nkv*D]
-  Rows attention;      // [T, Nq*D]
-  Rows router_logits;  // [T, E]
+  Rows hidden;                      // [T, H] residual stream
+  Rows normed;                      // [T, H]
+  Rows q, k, v;                     // [T, Nq*D] [T, Nkv*D] [T, Nkv*D]
+  Rows attention;                   // [T, Nq*D]
+  Rows router_logits;               // [T, E]
   int32_t* expert_ids = nullptr;    // [T, K]
   float* expert_weights = nullptr;  // [T, K]
   MoeOrder order;
-  Rows expert_act;     // [P, I]
-  Rows expert_out;     // [P, H]
-  Rows gate, up;       // [T, widest dense or shared MLP]
-  Rows shared;         // [T, H]
-  Rows shared_gate;    // [T, 1]
-  Rows logits_in;      // [S, H]
-  Rows logits;         // [S, V]
+  Rows expert_act;   // [P, I]
+  Rows expert_out;   // [P, H]
+  Rows gate, up;     // [T, widest dense or shared MLP]
+  Rows shared;       // [T, H]
+  Rows shared_gate;  // [T, 1]
+  Rows logits_in;    // [S, H]
+  Rows logits;       // [S, V]
   std::byte* scratch = nullptr;
   size_t scratch_bytes = 0;
 

@@ -20,6 +20,25 @@ void fail(Verdict& verdict, const std::string& why) {
   verdict.why += (verdict.why.empty() ? "" : "; ") + why;
 }
 
+struct RowError {
+  double error = 0;  // max |ours - theirs| / max |theirs|; infinite with a NaN
+  size_t at = 0;     // where
+};
+
+RowError row_error(const float* ours, const float* theirs, size_t vocab) {
+  double largest = 0, worst = -1;
+  size_t at = 0;
+  for (size_t i = 0; i < vocab; ++i) {
+    const double difference = std::abs(static_cast<double>(ours[i]) - theirs[i]);
+    largest = std::max(largest, std::abs(static_cast<double>(theirs[i])));
+    if (!(difference <= worst)) {
+      worst = std::isnan(difference) ? INFINITY : difference;
+      at = i;
+    }
+  }
+  return {worst / largest, at};
+}
+
 void judge_logits(const Case& reference, const Outcome& outcome, const Tolerances& tolerances, Verdict& verdict) {
   if (outcome.logits.size() != reference.logits.size()) {
     fail(verdict, text("%.0f logits instead of %.0f", static_cast<double>(outcome.logits.size()),
@@ -27,28 +46,19 @@ void judge_logits(const Case& reference, const Outcome& outcome, const Tolerance
     return;
   }
   const auto vocab = static_cast<size_t>(reference.vocab);
-  for (int64_t row = 0; row < reference.rows; ++row) {
-    const float* ours = outcome.logits.data() + static_cast<size_t>(row) * vocab;
-    const float* theirs = reference.logits.data() + static_cast<size_t>(row) * vocab;
-    double largest = 0, worst = -1;
-    size_t at = 0;
-    for (size_t i = 0; i < vocab; ++i) {
-      const double difference = std::abs(static_cast<double>(ours[i]) - theirs[i]);
-      largest = std::max(largest, std::abs(static_cast<double>(theirs[i])));
-      if (!(difference <= worst)) {  // a NaN counts as the worst
-        worst = std::isnan(difference) ? INFINITY : difference;
-        at = i;
-      }
-    }
-    const double error = worst / largest;
-    if (row == 0 || error > verdict.logits_error) {
-      verdict.logits_error = error;
+  for (size_t row = 0; row < static_cast<size_t>(reference.rows); ++row) {
+    const RowError found = row_error(outcome.logits.data() + row * vocab, reference.logits.data() + row * vocab, vocab);
+    if (row == 0 || found.error > verdict.logits_error) {
+      verdict.logits_error = found.error;
       verdict.position = reference.first_position + static_cast<int32_t>(row);
-      verdict.token = static_cast<int32_t>(at);
+      verdict.token = static_cast<int32_t>(found.at);
     }
-  }
-  if (!(verdict.logits_error <= tolerances.logits)) {
-    fail(verdict, text("logits differ by %.2e, at most %.0e is allowed", verdict.logits_error, tolerances.logits));
+    const double bound = tolerances.logits_of_row.empty() ? tolerances.logits : tolerances.logits_of_row[row];
+    if (!(found.error <= bound)) {
+      fail(verdict, text("logits differ by %.2e, at most %.0e is allowed", found.error, bound));
+    } else if (found.error > tolerances.logits) {
+      ++verdict.ill_conditioned;
+    }
   }
 }
 
@@ -128,6 +138,19 @@ Verdict judge(const Case& reference, const Outcome& outcome, const Case* base, c
   }
   judge_greedy(reference, outcome, tolerances, verdict);
   return verdict;
+}
+
+std::vector<double> bounds_of_condition(const Case& reference, const Outcome& outcome, const Outcome& changed,
+                                        double change, double bound) {
+  constexpr double kReferenceError = 4e-6;
+  const auto vocab = static_cast<size_t>(reference.vocab);
+  std::vector<double> bounds;
+  for (size_t row = 0; row < static_cast<size_t>(reference.rows); ++row) {
+    const double moved =
+        row_error(changed.logits.data() + row * vocab, outcome.logits.data() + row * vocab, vocab).error;
+    bounds.push_back(std::max(bound, moved / change * kReferenceError));
+  }
+  return bounds;
 }
 
 }  // namespace moelora_cli

@@ -98,3 +98,21 @@ TEST_CASE("greedy tokens may differ only at a near tie, and only from there on")
   const auto bf16 = tolerances_of(Precision::kBf16);
   CHECK_FALSE(judge(reference, {reference.logits, {9, 6, 7}}, nullptr, nullptr, bf16).passed);
 }
+
+TEST_CASE("an ill-conditioned row has its own bound, a well-conditioned one keeps 1e-4") {
+  const Case reference = make_case({-10.0f, 1.0f, 2.0f, 3.0f}, {3}, {1.0});
+  const Outcome outcome{{-10.0f, 1.0f, 2.0f + 0.0021f, 3.0f}, {3}};  // 2.1e-4
+  auto tolerances = tolerances_of(Precision::kExact);
+  // The scale changed by 1e-4 moves the row by 1e-2 of its largest: condition 100, bound 4e-4.
+  tolerances.logits_of_row = moelora_cli::bounds_of_condition(reference, {{-10.0f, 1.0f, 2.0f, 3.0f}, {3}},
+                                                              {{-10.0f, 1.1f, 2.0f, 3.0f}, {3}}, 1e-4, 1e-4);
+  CHECK(std::abs(tolerances.logits_of_row.at(0) - 4e-4) < 1e-6);
+  const auto verdict = judge(reference, outcome, nullptr, nullptr, tolerances);
+  CHECK(verdict.passed);
+  CHECK(verdict.ill_conditioned == 1);
+  // Condition 10: the bound stays.
+  tolerances.logits_of_row = moelora_cli::bounds_of_condition(reference, {{-10.0f, 1.0f, 2.0f, 3.0f}, {3}},
+                                                              {{-10.0f, 1.01f, 2.0f, 3.0f}, {3}}, 1e-4, 1e-4);
+  CHECK(tolerances.logits_of_row.at(0) == 1e-4);
+  CHECK_FALSE(judge(reference, outcome, nullptr, nullptr, tolerances).passed);
+}

@@ -9,7 +9,9 @@ namespace {
 
 std::vector<int32_t> random_prompt(std::mt19937& random, size_t length, int32_t vocab) {
   std::vector<int32_t> prompt(length);
-  for (int32_t& token : prompt) token = static_cast<int32_t>(random() % static_cast<unsigned>(vocab));
+  for (int32_t& token : prompt) {
+    token = static_cast<int32_t>(random() % static_cast<unsigned>(vocab));
+  }
   return prompt;
 }
 
@@ -32,7 +34,9 @@ Request make_request(const std::vector<int32_t>& prompt, const std::shared_ptr<A
 
 std::vector<Answer> answers(Engine& engine, const std::vector<Request>& requests) {
   std::vector<std::shared_ptr<Submission>> submissions;
-  for (const Request& request : requests) submissions.push_back(make_submission(engine, request));
+  for (const Request& request : requests) {
+    submissions.push_back(make_submission(engine, request));
+  }
   std::vector<Error> errors;
   engine.submit_batch(submissions, &errors);
   std::vector<Answer> result;
@@ -90,7 +94,8 @@ TEST_CASE("a row does not depend on neighbours, chunk borders or threads", "[eng
   std::vector<Request> requests;
   for (size_t i = 0; i < 12; ++i) {
     requests.push_back(make_request(random_prompt(random, 1 + random() % 90, 320),
-                                    i % 3 == 0 ? nullptr : (i % 3 == 1 ? experts : experts_2d), 0.25f * static_cast<float>(i)));
+                                    i % 3 == 0 ? nullptr : (i % 3 == 1 ? experts : experts_2d),
+                                    0.25f * static_cast<float>(i)));
   }
   const auto together = answers(*engine, requests);
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -101,7 +106,9 @@ TEST_CASE("a row does not depend on neighbours, chunk borders or threads", "[eng
   const auto small_x = load_adapter(*small, case_dir("qwen3_moe") + "/adapters/attn_experts", "x");
   const auto small_y = load_adapter(*small, case_dir("qwen3_moe") + "/adapters/experts_2d", "y");
   for (size_t i = 0; i < requests.size(); ++i) {
-    if (requests[i].adapter != nullptr) requests[i].adapter = i % 3 == 1 ? small_x : small_y;
+    if (requests[i].adapter != nullptr) {
+      requests[i].adapter = i % 3 == 1 ? small_x : small_y;
+    }
   }
   CHECK(answers(*small, requests) == together);
 }

@@ -34,13 +34,16 @@ std::vector<float> logits_of(Engine& engine, Request request) {
 // The reference is itself fp32: its rounding is that of a relative error of a few 1e-6 in its inputs (measured over
 // all cases). How far that moves a row is measured with the adapter's scale, changed by 2^-14.
 double bound_of_row(Engine& engine, const Request& request, size_t row, size_t vocab) {
-  if (request.adapter == nullptr) return 1e-4;
+  if (request.adapter == nullptr) {
+    return 1e-4;
+  }
   constexpr float kChange = 1.0f / 16384;
   Request changed = request;
   changed.scale = request.scale * (1.0f + kChange);
   const std::vector<float> here = logits_of(engine, request);
   const std::vector<float> there = logits_of(engine, changed);
-  const double condition = row_error(there.data() + row * vocab, here.data() + row * vocab, vocab) / static_cast<double>(kChange);
+  const double condition =
+      row_error(there.data() + row * vocab, here.data() + row * vocab, vocab) / static_cast<double>(kChange);
   return std::max(1e-4, condition * 4e-6);
 }
 
@@ -57,7 +60,9 @@ void check_folder(const std::string& name, const std::string& kernels) {
   std::vector<std::shared_ptr<Submission>> submissions;
   std::vector<const GoldenCase*> cases;
   for (const GoldenCase& one : folder.cases) {
-    if (std::find(kRefused.begin(), kRefused.end(), one.adapter) != kRefused.end()) continue;
+    if (std::find(kRefused.begin(), kRefused.end(), one.adapter) != kRefused.end()) {
+      continue;
+    }
     if (!one.adapter.empty() && adapters.count(one.adapter) == 0) {
       adapters[one.adapter] = load_adapter(*engine, folder.dir + "/adapters/" + one.adapter, one.adapter);
     }
@@ -84,13 +89,17 @@ void check_folder(const std::string& name, const std::string& kernels) {
     for (size_t row = 0; row < static_cast<size_t>(cases[i]->shape[0]); ++row) {
       const auto vocab = static_cast<size_t>(cases[i]->shape[1]);
       const double error = row_error(logits.data() + row * vocab, cases[i]->logits + row * vocab, vocab);
-      if (error <= 1e-4) continue;
+      if (error <= 1e-4) {
+        continue;
+      }
       ++num_ill_conditioned;
       CHECK(error <= bound_of_row(*engine, submissions[i]->request, row, vocab));
     }
     REQUIRE(tokens.size() == cases[i]->greedy.size());
     for (size_t t = 0; t < tokens.size(); ++t) {
-      if (tokens[t] == cases[i]->greedy[t]) continue;
+      if (tokens[t] == cases[i]->greedy[t]) {
+        continue;
+      }
       CHECK(cases[i]->greedy_margin[t] <= 1e-3);  // a tie may fall either way; the texts part here
       break;
     }
@@ -104,7 +113,9 @@ TEST_CASE("engine reproduces transformers + PEFT on every plain family", "[engin
   for (const char* name : {"llama3", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sharded", "qwen3_moe_f32",
                            "mixtral", "mixtral_f16_window", "olmoe", "qwen2_moe"}) {
     for (const char* kernels : {"auto", "reference"}) {
-      SECTION(std::string(name) + " " + kernels) { check_folder(name, kernels); }
+      SECTION(std::string(name) + " " + kernels) {
+        check_folder(name, kernels);
+      }
     }
   }
 }

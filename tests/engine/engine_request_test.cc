@@ -73,7 +73,9 @@ TEST_CASE("a seed decides a sampled text, whatever runs beside it", "[engine]") 
     engine->submit(beside.back());
   }
   CHECK(run(*engine, request) == alone);
-  for (const auto& submission : beside) read_all(*submission);
+  for (const auto& submission : beside) {
+    read_all(*submission);
+  }
   request.sampling.seed = 1235;
   CHECK(run(*engine, request) != alone);
   request.sampling.seed = 0;
@@ -118,7 +120,9 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   const auto engine = open(options);
   const auto slow = make_submission(*engine, greedy({1, 2, 3}, 100));
   engine->submit(slow);
-  for (int i = 0; i < 200 && slow->stream->unread() < 10; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int i = 0; i < 200 && slow->stream->unread() < 10; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   CHECK(run(*engine, greedy({7, 8}, 50)).size() == 50);
   CHECK(slow->stream->unread() == 10);
   CHECK(read_all(*slow).size() == 100);
@@ -127,7 +131,9 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   const auto strict = open(options);
   const auto dropped = make_submission(*strict, greedy({1, 2, 3}, 100));
   strict->submit(dropped);
-  for (int i = 0; i < 400 && !dropped->stream->finished(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  for (int i = 0; i < 400 && !dropped->stream->finished(); ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
   CHECK(dropped->stream->result().status == Status::kOverrun);
 }
 

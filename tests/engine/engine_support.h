@@ -29,10 +29,14 @@ inline std::vector<int32_t> read_all(Submission& submission, RequestResult* resu
       tokens.insert(tokens.end(), buffer, buffer + count);
       continue;
     }
-    if (status != Status::kEnd) FAIL("read ended with status " << static_cast<int>(status));
+    if (status != Status::kEnd) {
+      FAIL("read ended with status " << static_cast<int>(status));
+    }
     break;
   }
-  if (result != nullptr) *result = submission.stream->result();
+  if (result != nullptr) {
+    *result = submission.stream->result();
+  }
   return tokens;
 }
 

@@ -17,7 +17,9 @@ std::atomic<int> allocations{0};
 thread_local bool is_host = false;
 
 void note_allocation() {
-  if (counting.load(std::memory_order_relaxed) && !is_host) allocations.fetch_add(1);
+  if (counting.load(std::memory_order_relaxed) && !is_host) {
+    allocations.fetch_add(1);
+  }
 }
 
 }  // namespace
@@ -78,7 +80,9 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
     for (size_t i = 0; i < count; ++i) {
       Request request;
       request.prompt.resize(1 + random() % 90);
-      for (int32_t& token : request.prompt) token = static_cast<int32_t>(random() % 320);
+      for (int32_t& token : request.prompt) {
+        token = static_cast<int32_t>(random() % 320);
+      }
       request.adapter = adapters[random() % adapters.size()];
       request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 40);
       request.sampling.ignore_eos = true;
@@ -93,8 +97,12 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
       engine->submit(submission);
       submissions.push_back(std::move(submission));
     }
-    if (submissions.size() > 3) engine->cancel(submissions[3], false);
-    for (const auto& submission : submissions) read_all(*submission);
+    if (submissions.size() > 3) {
+      engine->cancel(submissions[3], false);
+    }
+    for (const auto& submission : submissions) {
+      read_all(*submission);
+    }
     Event events[64];
     bool closed = false;
     while (queue->wait(0, events, 64, &closed) > 0) {
@@ -105,7 +113,9 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   const uint64_t loads_before = engine->stats().adapter_loads;
   allocations = 0;
   counting = true;
-  while (engine->stats().steps < before + 1000) wave(12);
+  while (engine->stats().steps < before + 1000) {
+    wave(12);
+  }
   counting = false;
   CHECK(allocations.load() == 0);
   CHECK(engine->stats().adapter_loads > loads_before);

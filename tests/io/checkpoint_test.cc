@@ -15,7 +15,9 @@ namespace {
 
 std::string file_of(std::initializer_list<const char*> names, const std::string& bytes) {
   SafetensorsBuilder builder;
-  for (const char* name : names) builder.add(name, "U8", {static_cast<int64_t>(bytes.size())}, bytes);
+  for (const char* name : names) {
+    builder.add(name, "U8", {static_cast<int64_t>(bytes.size())}, bytes);
+  }
   return builder.text();
 }
 

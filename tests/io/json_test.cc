@@ -16,7 +16,9 @@ TEST_CASE("json: values and the order of keys survive") {
   const Json json =
       parse_json(R"({"z": 1, "a": [true, null, -2, 2.5, "x\u00e9"], "m": {"k": 18446744073709551615}})", "f");
   std::string keys;
-  for (const auto& item : json.items()) keys += item.key();
+  for (const auto& item : json.items()) {
+    keys += item.key();
+  }
   CHECK(keys == "zam");
   CHECK(json["a"].size() == 5);
   CHECK(json["a"][0].get<bool>());

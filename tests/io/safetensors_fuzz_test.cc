@@ -33,12 +33,18 @@ bool survive(const std::string& text) {
     const auto file = SafetensorsFile::from_memory(data.get(), text.size(), "fuzz");
     unsigned sum = 0;
     for (const StoredTensor& tensor : file->tensors()) {
-      for (size_t i = 0; i < tensor.bytes; ++i) sum += std::to_integer<unsigned>(tensor.data[i]);
-      if (tensor.elements() < 0 || tensor.shape_text().empty()) throw std::runtime_error("bad tensor");
+      for (size_t i = 0; i < tensor.bytes; ++i) {
+        sum += std::to_integer<unsigned>(tensor.data[i]);
+      }
+      if (tensor.elements() < 0 || tensor.shape_text().empty()) {
+        throw std::runtime_error("bad tensor");
+      }
     }
     return sum != 1;  // keeps the reads
   } catch (const Error& error) {
-    if (error.status() != Status::kCorrupt || std::string(error.what()).find("fuzz") == std::string::npos) throw;
+    if (error.status() != Status::kCorrupt || std::string(error.what()).find("fuzz") == std::string::npos) {
+      throw;
+    }
     return false;
   }
 }
@@ -64,7 +70,9 @@ TEST_CASE("safetensors fuzz: flipped bits and bytes") {
 
 TEST_CASE("safetensors fuzz: every truncation is refused") {
   const std::string good = small_file();
-  for (size_t length = 0; length < good.size(); ++length) CHECK_FALSE(survive(good.substr(0, length)));
+  for (size_t length = 0; length < good.size(); ++length) {
+    CHECK_FALSE(survive(good.substr(0, length)));
+  }
 }
 
 TEST_CASE("safetensors fuzz: digits, deletions and repetitions in the header") {

@@ -26,7 +26,9 @@ std::unique_ptr<SafetensorsFile> parse(const std::string& header, const std::str
 
 size_t open_descriptors() {
   size_t count = 0;
-  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) ++count;
+  for ([[maybe_unused]] const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    ++count;
+  }
   return count;
 }
 

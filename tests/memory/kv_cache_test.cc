@@ -11,9 +11,9 @@ TEST_CASE("page geometry of real shapes wastes nothing", "[kv_cache]") {
     int32_t layers, kv_heads, head_dim;
     Dtype dtype;
   };
-  for (const Shape& shape : {Shape{"Qwen3-30B-A3B", 48, 4, 128, Dtype::kBf16}, Shape{"gpt-oss-20b", 24, 8, 64, Dtype::kBf16},
-                             Shape{"OLMoE", 16, 16, 128, Dtype::kF32}, Shape{"SmolLM2", 30, 3, 64, Dtype::kF32},
-                             Shape{"Mixtral", 32, 8, 128, Dtype::kBf16}}) {
+  for (const Shape& shape : {Shape{"Qwen3-30B-A3B", 48, 4, 128, Dtype::kBf16},
+                             Shape{"gpt-oss-20b", 24, 8, 64, Dtype::kBf16}, Shape{"OLMoE", 16, 16, 128, Dtype::kF32},
+                             Shape{"SmolLM2", 30, 3, 64, Dtype::kF32}, Shape{"Mixtral", 32, 8, 128, Dtype::kBf16}}) {
     INFO(shape.name);
     const KvGeometry geometry = choose_kv_geometry(shape.layers, shape.kv_heads, shape.head_dim, 16, shape.dtype);
     const int64_t used = int64_t{2} * shape.layers * shape.kv_heads * shape.head_dim * 16 *
@@ -47,7 +47,9 @@ TEST_CASE("layers and blocks of a sequence never overlap", "[kv_cache]") {
     }
   }
   std::sort(ranges.begin(), ranges.end());
-  for (size_t i = 0; i + 1 < ranges.size(); ++i) CHECK(ranges[i].second <= ranges[i + 1].first);
+  for (size_t i = 0; i + 1 < ranges.size(); ++i) {
+    CHECK(ranges[i].second <= ranges[i + 1].first);
+  }
   CHECK(ranges.back().second <= pool.num_pages() * geometry.page_bytes);
 }
 

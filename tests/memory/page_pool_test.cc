@@ -25,9 +25,13 @@ TEST_CASE("every page is handed out once, all or nothing", "[page_pool]") {
   CHECK(pool.num_used(PageUse::kAdapter) == 4);
   std::vector<int> seen(10, 0);
   for (const PageLease* lease : {&first, &second}) {
-    for (int32_t i = 0; i < lease->size(); ++i) ++seen[static_cast<size_t>(lease->data()[i])];
+    for (int32_t i = 0; i < lease->size(); ++i) {
+      ++seen[static_cast<size_t>(lease->data()[i])];
+    }
   }
-  for (const int count : seen) CHECK(count == 1);
+  for (const int count : seen) {
+    CHECK(count == 1);
+  }
   pool.audit();
   first = PageLease();
   CHECK(pool.num_free() == 6);
@@ -80,17 +84,25 @@ TEST_CASE("random churn agrees with a plain map", "[page_pool]") {
       PageLease lease(pool, random() % 2 == 0 ? PageUse::kKv : PageUse::kAdapter, count);
       const bool fits = count <= 257 - static_cast<int32_t>(owners.size());
       REQUIRE(lease.try_grow(count) == fits);
-      for (int32_t i = 0; i < lease.size(); ++i) REQUIRE(owners.emplace(lease.data()[i], step).second);
+      for (int32_t i = 0; i < lease.size(); ++i) {
+        REQUIRE(owners.emplace(lease.data()[i], step).second);
+      }
       leases.push_back(std::move(lease));
     } else {
       const size_t victim = random() % leases.size();
       const auto keep = static_cast<int32_t>(random() % static_cast<unsigned>(leases[victim].size() + 1));
-      for (int32_t i = keep; i < leases[victim].size(); ++i) owners.erase(leases[victim].data()[i]);
+      for (int32_t i = keep; i < leases[victim].size(); ++i) {
+        owners.erase(leases[victim].data()[i]);
+      }
       leases[victim].resize_down(keep);
-      if (keep == 0) leases.erase(leases.begin() + static_cast<std::ptrdiff_t>(victim));
+      if (keep == 0) {
+        leases.erase(leases.begin() + static_cast<std::ptrdiff_t>(victim));
+      }
     }
     REQUIRE(pool.num_free() == 257 - static_cast<int32_t>(owners.size()));
-    if (step % 500 == 0) pool.audit();
+    if (step % 500 == 0) {
+      pool.audit();
+    }
   }
 }
 

@@ -15,7 +15,9 @@ inline float at(const Weight& weight, size_t index) {
 }
 
 inline std::string bytes_of(const Weight& weight) {
-  if (weight.empty()) return "";
+  if (weight.empty()) {
+    return "";
+  }
   return {static_cast<const char*>(weight.data),
           static_cast<size_t>(weight.rows) * static_cast<size_t>(weight.cols) * dtype_bytes(weight.dtype)};
 }
@@ -66,16 +68,23 @@ inline std::vector<Weight> expert_views(const Weights& weights, int32_t num_expe
 inline bool same_weights(const Weights& a, const Weights& b, int32_t num_experts) {
   const auto one = views(a);
   const auto two = views(b);
-  if (one.size() != two.size()) return false;
+  if (one.size() != two.size()) {
+    return false;
+  }
   for (size_t i = 0; i < one.size(); ++i) {
-    if (one[i]->rows != two[i]->rows || one[i]->cols != two[i]->cols || bytes_of(*one[i]) != bytes_of(*two[i]))
+    if (one[i]->rows != two[i]->rows || one[i]->cols != two[i]->cols || bytes_of(*one[i]) != bytes_of(*two[i])) {
       return false;
+    }
   }
   const auto e1 = expert_views(a, num_experts);
   const auto e2 = expert_views(b, num_experts);
-  if (e1.size() != e2.size()) return false;
+  if (e1.size() != e2.size()) {
+    return false;
+  }
   for (size_t i = 0; i < e1.size(); ++i) {
-    if (e1[i].rows != e2[i].rows || e1[i].cols != e2[i].cols || bytes_of(e1[i]) != bytes_of(e2[i])) return false;
+    if (e1[i].rows != e2[i].rows || e1[i].cols != e2[i].cols || bytes_of(e1[i]) != bytes_of(e2[i])) {
+      return false;
+    }
   }
   return true;
 }

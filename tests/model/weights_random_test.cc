@@ -53,7 +53,9 @@ TEST_CASE("weights: random values depend on the seed and the tensor alone") {
   CHECK(bytes_of(one->layers[0].k) != bytes_of(one->layers[0].v));
   const auto experts = expert_views(*one, 8);
   REQUIRE(experts.size() == 48);
-  for (size_t i = 1; i < experts.size(); ++i) CHECK(bytes_of(experts[i]) != bytes_of(experts[0]));
+  for (size_t i = 1; i < experts.size(); ++i) {
+    CHECK(bytes_of(experts[i]) != bytes_of(experts[0]));
+  }
   const ModelConfig tied = load_model_config(case_model("qwen3"));
   const auto with_head = Weights::random(tied, 1);
   CHECK(with_head->lm_head.data == with_head->embedding.data);

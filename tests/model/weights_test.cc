@@ -41,7 +41,9 @@ RawTensors read_tensors(const std::string& dir) {
 
 void write_tensors(const TempDir& dir, const RawTensors& tensors) {
   SafetensorsBuilder builder;
-  for (const auto& [name, raw] : tensors) builder.add(name, raw.dtype, raw.shape, raw.bytes);
+  for (const auto& [name, raw] : tensors) {
+    builder.add(name, raw.dtype, raw.shape, raw.bytes);
+  }
   write_file(dir.file("model.safetensors"), builder.text());
 }
 
@@ -127,11 +129,15 @@ TEST_CASE("weights: sizes of every case") {
     const ModelConfig config = load_model_config(case_model(name));
     const auto weights = Weights::load(case_model(name), config);
     uint64_t stored = 0;
-    for (const auto& [tensor, raw] : read_tensors(case_model(name))) stored += raw.bytes.size();
+    for (const auto& [tensor, raw] : read_tensors(case_model(name))) {
+      stored += raw.bytes.size();
+    }
     CHECK(weights->bytes() == stored);
     CHECK(weight_bytes_of_config(config) == stored);
     uint64_t mapped = 0;
-    for (const Weights::Area& area : weights->areas()) mapped += area.bytes;
+    for (const Weights::Area& area : weights->areas()) {
+      mapped += area.bytes;
+    }
     CHECK(mapped > stored);
     CHECK(weights->areas().front().bytes >= weights->areas().back().bytes);
   }
@@ -227,7 +233,9 @@ TEST_CASE("weights: missing, unexpected and misshapen tensors are named") {
               load_changed("llama3", [](RawTensors& t) { t.erase("model.norm.weight"); }));
   CHECK_ERROR(Status::kCorrupt, ({"4 tensors are missing", "model.layers.0.self_attn.q_proj.weight", ", ..."}),
               load_changed("llama3", [](RawTensors& t) {
-                for (const char* p : {"q", "k", "v", "o"}) t.erase(kLayer0 + "self_attn." + p + "_proj.weight");
+                for (const char* p : {"q", "k", "v", "o"}) {
+                  t.erase(kLayer0 + "self_attn." + p + "_proj.weight");
+                }
               }));
   CHECK_ERROR(Status::kCorrupt, ({"missing", "mlp.experts.7.down_proj.weight"}),
               load_changed("qwen3_moe", [](RawTensors& t) { t.erase(kLayer1 + "mlp.experts.7.down_proj.weight"); }));
@@ -245,12 +253,9 @@ TEST_CASE("weights: missing, unexpected and misshapen tensors are named") {
   CHECK(load_changed("llama3", [&](RawTensors& t) { t[kLayer0 + "self_attn.rotary_emb.inv_freq"] = vector; }) !=
         nullptr);
   CHECK_ERROR(Status::kCorrupt, ({kLayer1 + "self_attn.k_proj.weight", "[64, 32]", "[32, 64]"}),
-              load_changed("llama3", [](RawTensors& t) {
-                t[kLayer1 + "self_attn.k_proj.weight"].shape = {64, 32};
-              }));
-  CHECK_ERROR(Status::kCorrupt, ({"model.norm.weight", "[1, 64]", "[64]"}), load_changed("llama3", [](RawTensors& t) {
-                t["model.norm.weight"].shape = {1, 64};
-              }));
+              load_changed("llama3", [](RawTensors& t) { t[kLayer1 + "self_attn.k_proj.weight"].shape = {64, 32}; }));
+  CHECK_ERROR(Status::kCorrupt, ({"model.norm.weight", "[1, 64]", "[64]"}),
+              load_changed("llama3", [](RawTensors& t) { t["model.norm.weight"].shape = {1, 64}; }));
 }
 
 TEST_CASE("weights: dtypes") {
@@ -265,7 +270,9 @@ TEST_CASE("weights: dtypes") {
   // Tensors of one model may differ in dtype, the experts of one projection may not.
   const auto mixed = load_changed("qwen3_moe", [](RawTensors& t) {
     t["model.norm.weight"] = {"F32", {64}, std::string(256, '\0')};
-    for (int e = 0; e < 8; ++e) t[kLayer0 + "mlp.experts." + std::to_string(e) + ".up_proj.weight"].dtype = "F16";
+    for (int e = 0; e < 8; ++e) {
+      t[kLayer0 + "mlp.experts." + std::to_string(e) + ".up_proj.weight"].dtype = "F16";
+    }
   });
   CHECK(mixed->final_norm.dtype == Dtype::kF32);
   CHECK(mixed->layers[0].expert_up.dtype == Dtype::kF16);

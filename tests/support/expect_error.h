@@ -22,7 +22,9 @@ std::string error_mismatch(Status status, const std::vector<std::string>& parts,
       return "status " + std::to_string(static_cast<int>(error.status())) + ": " + message;
     }
     for (const std::string& part : parts) {
-      if (message.find(part) == std::string::npos) return "'" + part + "' is not in: " + message;
+      if (message.find(part) == std::string::npos) {
+        return "'" + part + "' is not in: " + message;
+      }
     }
     return "";
   } catch (const std::exception& error) {

@@ -15,7 +15,7 @@ struct GoldenCase {
   std::string adapter;  // empty = base
   std::vector<int32_t> prompt;
   int32_t first_position = 0;
-  std::vector<int64_t> shape;   // [positions, V]
+  std::vector<int64_t> shape;  // [positions, V]
   const float* logits = nullptr;
   std::vector<int32_t> greedy;
   std::vector<double> greedy_margin;
@@ -38,7 +38,9 @@ inline GoldenFolder load_golden(const std::string& name) {
   const Json json = read_json(folder.dir + "/expected.json");
   for (const Json& entry : json.at("cases")) {
     GoldenCase one;
-    if (!entry.at("adapter").is_null()) one.adapter = entry.at("adapter").get<std::string>();
+    if (!entry.at("adapter").is_null()) {
+      one.adapter = entry.at("adapter").get<std::string>();
+    }
     one.prompt = entry.at("prompt").get<std::vector<int32_t>>();
     one.first_position = entry.at("first_position").get<int32_t>();
     const StoredTensor* tensor = folder.file->find(entry.at("logits").get<std::string>());

@@ -21,7 +21,9 @@ class TempDir {
  public:
   TempDir() {
     std::string pattern = (std::filesystem::temp_directory_path() / "moelora_test_XXXXXX").string();
-    if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
+    if (::mkdtemp(pattern.data()) == nullptr) {
+      throw std::runtime_error("mkdtemp failed");
+    }
     path_ = pattern;
   }
   ~TempDir() {
@@ -40,12 +42,16 @@ class TempDir {
 inline void write_file(const std::string& path, const std::string& text) {
   std::ofstream out(path, std::ios::binary);
   out.write(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!out) throw std::runtime_error("cannot write " + path);
+  if (!out) {
+    throw std::runtime_error("cannot write " + path);
+  }
 }
 
 inline std::string read_file(const std::string& path) {
   std::ifstream in(path, std::ios::binary);
-  if (!in) throw std::runtime_error("cannot read " + path);
+  if (!in) {
+    throw std::runtime_error("cannot read " + path);
+  }
   std::ostringstream text;
   text << in.rdbuf();
   return text.str();
@@ -57,14 +63,16 @@ inline std::string case_model(const std::string& name) {
 }
 
 inline void copy_folder(const std::string& from, const std::string& to) {
-  std::filesystem::copy(from, to, std::filesystem::copy_options::recursive |
-                                      std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::copy(from, to,
+                        std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
 }
 
 // 8 bytes of length, the header, the data.
 inline std::string safetensors_text(const std::string& header, const std::string& data) {
   std::string text;
-  for (int i = 0; i < 8; ++i) text += static_cast<char>((header.size() >> (8 * i)) & 0xFF);
+  for (int i = 0; i < 8; ++i) {
+    text += static_cast<char>((header.size() >> (8 * i)) & 0xFF);
+  }
   return text + header + data;
 }
 
@@ -73,7 +81,9 @@ class SafetensorsBuilder {
   void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape,
            const std::string& bytes) {
     std::string dims;
-    for (const int64_t dim : shape) dims += (dims.empty() ? "" : ",") + std::to_string(dim);
+    for (const int64_t dim : shape) {
+      dims += (dims.empty() ? "" : ",") + std::to_string(dim);
+    }
     header_ += (header_.empty() ? "" : ",") + ("\"" + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + dims) +
                "],\"data_offsets\":[" + std::to_string(data_.size()) + "," +
                std::to_string(data_.size() + bytes.size()) + "]}";
