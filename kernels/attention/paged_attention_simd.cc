@@ -25,7 +25,8 @@ namespace {
 
 constexpr int32_t kRun = 16;      // keys of a run
 constexpr int32_t kMaxRows = 16;  // rows of an item
-constexpr float kAbsent = -1e30f; // score of a key out of sight; its exp is 0
+constexpr int32_t kQueries = 4;   // (row, head) pairs that read a run together
+constexpr float kAbsent = -1e30f;  // score of a key out of sight; its exp is 0
 
 // A run of keys of one kv head: key i of the run at k + i * D elements.
 struct KeyRun {
@@ -42,86 +43,98 @@ struct State {
 };
 constexpr int64_t state_floats(int32_t head_dim) { return 16 + (head_dim + 15) / 16 * 16; }
 
-// Dot products of q with four keys.
-template <Dtype kDtype>
-HWY_INLINE void score4(const float* q, const std::byte* const* keys, int32_t head_dim, float* scores) {
+// One (row, query head): where its q lies and what it has seen.
+struct Query {
+  const float* q;
+  State state;
+};
+
+// scores[i][c] = q_i . key_c for kQueries queries and four keys.
+template <Dtype kDtype, int kQueries>
+HWY_INLINE void score4(const Query* queries, const std::byte* const* keys, int32_t head_dim, float* scores) {
   const FloatTag d;
-  FloatVec acc[4] = {hn::Zero(d), hn::Zero(d), hn::Zero(d), hn::Zero(d)};
-  int32_t j = 0;
-  for (; j + kLanes <= head_dim; j += kLanes) {
-    const FloatVec query = hn::LoadU(d, q + j);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const std::byte* at = keys[i] + j * static_cast<int32_t>(dtype_bytes(kDtype));
-      acc[i] = hn::MulAdd(query, load_natural<kDtype>(at), acc[i]);
-    }
-  }
-  if (j < head_dim) {
+  constexpr auto kBytes = static_cast<int32_t>(dtype_bytes(kDtype));
+  FloatVec acc[kQueries * 4];
+#pragma GCC unroll 16
+  for (int i = 0; i < kQueries * 4; ++i) acc[i] = hn::Zero(d);
+  for (int32_t j = 0; j < head_dim; j += kLanes) {
     const int32_t rest = head_dim - j;
-    const FloatVec query = load_natural<Dtype::kF32>(reinterpret_cast<const std::byte*>(q + j), rest);
+    FloatVec key[4];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const std::byte* at = keys[i] + j * static_cast<int32_t>(dtype_bytes(kDtype));
-      acc[i] = hn::MulAdd(query, load_natural<kDtype>(at, rest), acc[i]);
+    for (int c = 0; c < 4; ++c) {
+      const std::byte* at = keys[c] + j * kBytes;
+      key[c] = rest >= kLanes ? load_natural<kDtype>(at) : load_natural<kDtype>(at, rest);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < kQueries; ++i) {
+      const auto* at = reinterpret_cast<const std::byte*>(queries[i].q + j);
+      const FloatVec q = rest >= kLanes ? load_natural<Dtype::kF32>(at) : load_natural<Dtype::kF32>(at, rest);
+#pragma GCC unroll 4
+      for (int c = 0; c < 4; ++c) acc[i * 4 + c] = hn::MulAdd(q, key[c], acc[i * 4 + c]);
     }
   }
-  hn::StoreU(reduce4(acc[0], acc[1], acc[2], acc[3]), hn::FixedTag<float, 4>(), scores);
+  const hn::FixedTag<float, 4> d4;
+#pragma GCC unroll 4
+  for (int i = 0; i < kQueries; ++i) {
+    hn::StoreU(reduce4(acc[i * 4], acc[i * 4 + 1], acc[i * 4 + 2], acc[i * 4 + 3]), d4, scores + i * kRun);
+  }
 }
 
-// values[j] = values[j] * keep + sum_i weights[i] V[i][j] over `count` keys.
-template <Dtype kDtype>
-HWY_INLINE void add_values(const std::byte* v, const float* weights, int32_t count, float keep, int32_t head_dim,
-                           float* values) {
+// values[j] = values[j] * keep + sum_c weights[c] V[c][j] over `count` keys, for kQueries queries.
+template <Dtype kDtype, int kQueries>
+HWY_INLINE void add_values(const std::byte* v, const float* weights, int32_t count, const float* keep, int32_t head_dim,
+                           const Query* queries) {
   const FloatTag d;
-  constexpr int kWide = 8;  // vectors of a row that are summed at a time
+  constexpr int kWide = kQueries == 1 ? 8 : 4;  // vectors of a row of V that are summed at a time
   constexpr auto kBytes = static_cast<int64_t>(dtype_bytes(kDtype));
-  const FloatVec kept = hn::Set(d, keep);
   int32_t j = 0;
   for (; j + kWide * kLanes <= head_dim; j += kWide * kLanes) {
-    FloatVec acc[kWide];
+    FloatVec acc[kQueries * kWide];
+#pragma GCC unroll 16
+    for (int i = 0; i < kQueries * kWide; ++i) {
+      const float* values = queries[i / kWide].state.values() + j + i % kWide * kLanes;
+      acc[i] = hn::Mul(hn::Set(d, keep[i / kWide]), hn::LoadU(d, values));
+    }
+    for (int32_t c = 0; c < count; ++c) {
+      const std::byte* row = v + (static_cast<int64_t>(c) * head_dim + j) * kBytes;
+      FloatVec value[kWide];
 #pragma GCC unroll 8
-    for (int c = 0; c < kWide; ++c) acc[c] = hn::Mul(kept, hn::LoadU(d, values + j + c * kLanes));
-    for (int32_t i = 0; i < count; ++i) {
-      const FloatVec weight = hn::Set(d, weights[i]);
-      const std::byte* row = v + (static_cast<int64_t>(i) * head_dim + j) * kBytes;
+      for (int n = 0; n < kWide; ++n) value[n] = load_natural<kDtype>(row + n * kLanes * kBytes);
+#pragma GCC unroll 4
+      for (int i = 0; i < kQueries; ++i) {
+        const FloatVec weight = hn::Set(d, weights[i * kRun + c]);
 #pragma GCC unroll 8
-      for (int c = 0; c < kWide; ++c) {
-        acc[c] = hn::MulAdd(weight, load_natural<kDtype>(row + c * kLanes * kBytes), acc[c]);
+        for (int n = 0; n < kWide; ++n) acc[i * kWide + n] = hn::MulAdd(weight, value[n], acc[i * kWide + n]);
       }
     }
-#pragma GCC unroll 8
-    for (int c = 0; c < kWide; ++c) hn::StoreU(acc[c], d, values + j + c * kLanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < kQueries * kWide; ++i) {
+      hn::StoreU(acc[i], d, queries[i / kWide].state.values() + j + i % kWide * kLanes);
+    }
   }
   for (; j < head_dim; j += kLanes) {
     const int32_t width = std::min(kLanes, head_dim - j);
-    FloatVec acc = hn::Mul(kept, hn::LoadU(d, values + j));
-    for (int32_t i = 0; i < count; ++i) {
-      const std::byte* row = v + (static_cast<int64_t>(i) * head_dim + j) * kBytes;
-      const FloatVec value = width == kLanes ? load_natural<kDtype>(row) : load_natural<kDtype>(row, width);
-      acc = hn::MulAdd(hn::Set(d, weights[i]), value, acc);
+    for (int i = 0; i < kQueries; ++i) {
+      float* values = queries[i].state.values() + j;
+      FloatVec acc = hn::Mul(hn::Set(d, keep[i]), hn::LoadU(d, values));
+      for (int32_t c = 0; c < count; ++c) {
+        const std::byte* row = v + (static_cast<int64_t>(c) * head_dim + j) * kBytes;
+        const FloatVec value = width == kLanes ? load_natural<kDtype>(row) : load_natural<kDtype>(row, width);
+        acc = hn::MulAdd(hn::Set(d, weights[i * kRun + c]), value, acc);
+      }
+      hn::StoreU(acc, d, values);
     }
-    hn::StoreU(acc, d, values + j);
   }
 }
 
-// Takes keys [low, high) of a run into the state of one (row, head).
-template <Dtype kDtype>
-HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const float* q, float scale, int32_t head_dim,
-                          const State& state) {
+// Turns the scores of `count` keys into weights relative to the new maximum; returns the factor for what the
+// state holds already.
+HWY_INLINE float update_softmax(float* scores, int32_t count, float scale, const State& state) {
   const FloatTag d;
-  const int64_t row_bytes = head_dim * static_cast<int64_t>(dtype_bytes(kDtype));
-  alignas(64) float scores[kRun + 4];
-  const int32_t count = high - low;
-  for (int32_t i = 0; i < count; i += 4) {
-    const std::byte* keys[4];
-    for (int32_t c = 0; c < 4; ++c) keys[c] = run.k + (low + std::min(i + c, count - 1)) * row_bytes;
-    score4<kDtype>(q, keys, head_dim, scores + i);
-  }
   for (int32_t i = count; i < kRun; ++i) scores[i] = kAbsent;
   FloatVec top = hn::Set(d, state.max());
-  const FloatVec factor = hn::Set(d, scale);
   for (int32_t i = 0; i < kRun; i += kLanes) {
-    const FloatVec scaled = hn::Mul(factor, hn::Load(d, scores + i));
+    const FloatVec scaled = hn::Mul(hn::Set(d, scale), hn::Load(d, scores + i));
     hn::Store(scaled, d, scores + i);
     top = hn::Max(top, scaled);
   }
@@ -136,7 +149,27 @@ HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const fl
   const float keep = hn::GetLane(hn::Exp(d, hn::Set(d, state.max() - max)));
   state.max() = max;
   state.sum() = state.sum() * keep + reduce1(total);
-  add_values<kDtype>(run.v + low * row_bytes, scores, count, keep, head_dim, state.values());
+  return keep;
+}
+
+// Takes keys [low, high) of a run into the states of kQueries queries that see exactly these. A query's bits do
+// not depend on the others.
+template <Dtype kDtype, int kQueries>
+HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const Query* queries, float scale,
+                          int32_t head_dim) {
+  const int64_t row_bytes = head_dim * static_cast<int64_t>(dtype_bytes(kDtype));
+  alignas(64) float scores[kQueries * kRun];
+  const int32_t count = high - low;
+  for (int32_t c = 0; c < count; c += 4) {
+    const std::byte* keys[4];
+    for (int32_t n = 0; n < 4; ++n) keys[n] = run.k + (low + std::min(c + n, count - 1)) * row_bytes;
+    score4<kDtype, kQueries>(queries, keys, head_dim, scores + c);
+  }
+  float keep[kQueries];
+  for (int i = 0; i < kQueries; ++i) {
+    keep[i] = update_softmax(scores + i * kRun, count, scale, queries[i].state);
+  }
+  add_values<kDtype, kQueries>(run.v + low * row_bytes, scores, count, keep, head_dim, queries);
 }
 
 // One item: rows [begin, end) of the batch, all of `sequence`, and the query heads of one kv head.
@@ -196,15 +229,32 @@ void run_item(const PagedAttentionArgs& args, const Item& item, std::byte* scrat
                          (static_cast<int64_t>(item.kv_head) * layout.block_tokens + run_begin - block_begin) *
                              head_dim * kv_bytes;
     const KeyRun run{k, k + args.kv.elements() * kv_bytes};
+    Query waiting[kQueries];  // neighbours that see the same keys of this run
+    int32_t count = 0;
+    int32_t low = 0;
+    int32_t high = 0;
+    const auto visit_waiting = [&]() HWY_ATTR {
+      if (count == kQueries) {
+        visit_run<kDtype, kQueries>(run, low, high, waiting, args.scale, head_dim);
+      } else {
+        for (int32_t i = 0; i < count; ++i) visit_run<kDtype, 1>(run, low, high, waiting + i, args.scale, head_dim);
+      }
+      count = 0;
+    };
     for (int32_t row = item.begin; row < item.end; ++row) {
-      const int32_t low = std::max(first_position(args, row), run_begin);
-      const int32_t high = std::min(args.positions[row] + 1, run_end);
-      if (low >= high) continue;
+      const int32_t row_low = std::max(first_position(args, row), run_begin) - run_begin;
+      const int32_t row_high = std::min(args.positions[row] + 1, run_end) - run_begin;
+      if (row_low >= row_high) continue;
+      if (row_low != low || row_high != high) visit_waiting();
+      low = row_low;
+      high = row_high;
       for (int32_t h = 0; h < heads; ++h) {
         const float* q = args.q.row(row) + static_cast<int64_t>(item.kv_head * heads + h) * head_dim;
-        visit_run<kDtype>(run, low - run_begin, high - run_begin, q, args.scale, head_dim, state_of(row, h));
+        waiting[count++] = {q, state_of(row, h)};
+        if (count == kQueries) visit_waiting();
       }
     }
+    visit_waiting();
     key = run_end;
   }
   for (int32_t row = item.begin; row < item.end; ++row) {

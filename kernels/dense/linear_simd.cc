@@ -145,7 +145,9 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
   LinearPlan plan{};
   plan.args = &args;
   plan.order = order;
-  plan.outputs = tile_outputs(args.k, 1, args.num_rows);
+  int64_t total = 0;
+  for (int32_t p = 0; p < args.num_parts; ++p) total += args.parts[p].weight.rows;
+  plan.outputs = tile_outputs(args.k, 1, args.num_rows, total, stream.num_threads());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
   for (int32_t p = 0; p < args.num_parts; ++p) {
     if (pack_order(args.parts[p].weight.dtype) != order) continue;

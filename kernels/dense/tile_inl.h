@@ -46,11 +46,13 @@ struct TileWeights {
   int32_t count;
 };
 
-// Outputs of a tile (of each matrix): a multiple of 8, so that tiles meet the cores of LoRA's B.
-inline int32_t tile_outputs(int32_t k, int32_t matrices, int32_t rows) {
+// Outputs of a tile (of each matrix): a multiple of 8, so that tiles meet the cores of LoRA's B; few enough that a
+// widened tile fits and that `total` outputs make several tiles for every worker.
+inline int32_t tile_outputs(int32_t k, int32_t matrices, int32_t rows, int64_t total, int threads) {
   const int64_t fit = static_cast<int64_t>(kWidenedBytes / 2) / (padded_k(k) * 4 * matrices);
+  const int64_t share = total / (4 * threads);
   const int64_t most = rows > kDirectRows ? kMaxTileOutputs : 32;
-  return static_cast<int32_t>(std::clamp<int64_t>(fit / 8 * 8, 8, most));
+  return static_cast<int32_t>(std::clamp<int64_t>(std::min(fit, share) / 8 * 8, 8, most));
 }
 
 // Calls run(std::integral_constant<int, rows>) for rows in [1, kPanel].
@@ -153,7 +155,7 @@ HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t row
           } else if constexpr (kSource == Source::kWiden) {
             dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, to);
           } else {
-            const ReadAhead read{following + p * 2 * stride, p == 0, panels == 1};
+            const ReadAhead read{following + p % 2 * 2 * stride, p == 0, panels == 1};
             dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, to);
           }
         });

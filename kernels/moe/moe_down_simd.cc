@@ -79,7 +79,9 @@ void down_dispatch(const MoeDownArgs& args, Stream& stream) {
   DownPlan plan{};
   plan.args = &args;
   plan.order = pack_order(args.down.dtype);
-  plan.outputs = tile_outputs(args.down.cols, 1, pairs / std::max(1, args.num_experts));
+  const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
+  plan.outputs = tile_outputs(args.down.cols, 1, pairs / active, static_cast<int64_t>(active) * args.down.rows,
+                              stream.num_threads());
   plan.packed = reinterpret_cast<float*>(args.scratch);
   plan.lora = find_spans(args.lora, args.order, args.layer, args.scratch + pairs * padded_k(args.down.cols) * 4);
   int32_t items = pairs;

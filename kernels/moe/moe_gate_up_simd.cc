@@ -84,7 +84,9 @@ void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
   GateUpPlan plan{};
   plan.args = &args;
   plan.order = pack_order(args.gate.dtype);
-  plan.outputs = tile_outputs(args.gate.cols, 2, args.num_rows * args.top_k / std::max(1, args.num_experts));
+  const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
+  plan.outputs = tile_outputs(args.gate.cols, 2, args.num_rows * args.top_k / active,
+                              static_cast<int64_t>(active) * args.gate.rows, stream.num_threads());
   plan.packed = reinterpret_cast<float*>(args.scratch);
   std::byte* const rest = args.scratch + args.num_rows * padded_k(args.gate.cols) * 4;
   plan.lora = find_spans(args.lora, args.order, args.layer, rest);

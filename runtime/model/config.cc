@@ -4,10 +4,9 @@
 // here, so that later products of them cannot overflow 32 bits per matrix dimension.
 #include "runtime/model/config.h"
 
-#include <sys/stat.h>
-
 #include <algorithm>
 #include <array>
+#include <filesystem>
 
 #include <fmt/format.h>
 
@@ -379,9 +378,7 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
   }
   add_eos(source, config.eos_token_ids);
   if (!generation_json.empty()) {
-    const size_t slash = file.rfind('/');
-    const std::string generation_file =
-        (slash == std::string::npos ? "" : file.substr(0, slash + 1)) + "generation_config.json";
+    const std::string generation_file = std::filesystem::path(file).replace_filename("generation_config.json");
     const Json generation = parse_json(generation_json, generation_file);
     const Source generation_source{generation, generation_file};
     if (!generation.is_object()) {
@@ -395,9 +392,8 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
 ModelConfig load_model_config(const std::string& dir) {
   const std::string file = dir + "/config.json";
   const std::string generation_file = dir + "/generation_config.json";
-  struct stat info{};
   const std::string text = read_text(file);
-  return parse_model_config(text, ::stat(generation_file.c_str(), &info) == 0 ? read_text(generation_file) : "", file);
+  return parse_model_config(text, std::filesystem::exists(generation_file) ? read_text(generation_file) : "", file);
 }
 
 }  // namespace moelora

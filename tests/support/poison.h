@@ -62,9 +62,9 @@ class PoisonedRows {
   [[nodiscard]] int64_t width() const { return width_; }
   // All values in order, without padding.
   [[nodiscard]] std::vector<float> values() const {
-    std::vector<float> result;
+    std::vector<float> result(static_cast<size_t>(num_rows_ * width_));
     for (int64_t t = 0; t < num_rows_; ++t) {
-      result.insert(result.end(), row(t), row(t) + width_);
+      std::copy_n(row(t), width_, result.begin() + t * width_);
     }
     return result;
   }
