@@ -25,7 +25,7 @@ namespace {
 
 constexpr int32_t kRun = 16;      // keys of a run
 constexpr int32_t kMaxRows = 16;  // rows of an item
-constexpr int32_t kQueries = 4;   // (row, head) pairs that read a run together
+constexpr int32_t kWaiting = 16;  // (row, head) pairs that visit a run together
 constexpr float kAbsent = -1e30f;  // score of a key out of sight; its exp is 0
 
 // A run of keys of one kv head: key i of the run at k + i * D elements.
@@ -152,24 +152,30 @@ HWY_INLINE float update_softmax(float* scores, int32_t count, float scale, const
   return keep;
 }
 
-// Takes keys [low, high) of a run into the states of kQueries queries that see exactly these. A query's bits do
-// not depend on the others.
-template <Dtype kDtype, int kQueries>
-HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const Query* queries, float scale,
-                          int32_t head_dim) {
+// Takes keys [low, high) of a run into the states of `count` <= kWaiting queries that see exactly these, first
+// all scores, then all weights, then all values: each phase hides the latency of the one before. A query's bits
+// do not depend on the others.
+template <Dtype kDtype>
+HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const Query* queries, int32_t count,
+                          float scale, int32_t head_dim) {
   const int64_t row_bytes = head_dim * static_cast<int64_t>(dtype_bytes(kDtype));
-  alignas(64) float scores[kQueries * kRun];
-  const int32_t count = high - low;
-  for (int32_t c = 0; c < count; c += 4) {
-    const std::byte* keys[4];
-    for (int32_t n = 0; n < 4; ++n) keys[n] = run.k + (low + std::min(c + n, count - 1)) * row_bytes;
-    score4<kDtype, kQueries>(queries, keys, head_dim, scores + c);
+  alignas(64) float scores[kWaiting * kRun];
+  float keep[kWaiting];
+  const int32_t keys = high - low;
+  for (int32_t c = 0; c < keys; c += 4) {
+    const std::byte* key[4];
+    for (int32_t n = 0; n < 4; ++n) key[n] = run.k + (low + std::min(c + n, keys - 1)) * row_bytes;
+    int32_t i = 0;
+    for (; i + 4 <= count; i += 4) score4<kDtype, 4>(queries + i, key, head_dim, scores + i * kRun + c);
+    for (; i < count; ++i) score4<kDtype, 1>(queries + i, key, head_dim, scores + i * kRun + c);
   }
-  float keep[kQueries];
-  for (int i = 0; i < kQueries; ++i) {
-    keep[i] = update_softmax(scores + i * kRun, count, scale, queries[i].state);
+  for (int32_t i = 0; i < count; ++i) keep[i] = update_softmax(scores + i * kRun, keys, scale, queries[i].state);
+  const std::byte* v = run.v + low * row_bytes;
+  int32_t i = 0;
+  for (; i + 4 <= count; i += 4) {
+    add_values<kDtype, 4>(v, scores + i * kRun, keys, keep + i, head_dim, queries + i);
   }
-  add_values<kDtype, kQueries>(run.v + low * row_bytes, scores, count, keep, head_dim, queries);
+  for (; i < count; ++i) add_values<kDtype, 1>(v, scores + i * kRun, keys, keep + i, head_dim, queries + i);
 }
 
 // One item: rows [begin, end) of the batch, all of `sequence`, and the query heads of one kv head.
@@ -229,16 +235,12 @@ void run_item(const PagedAttentionArgs& args, const Item& item, std::byte* scrat
                          (static_cast<int64_t>(item.kv_head) * layout.block_tokens + run_begin - block_begin) *
                              head_dim * kv_bytes;
     const KeyRun run{k, k + args.kv.elements() * kv_bytes};
-    Query waiting[kQueries];  // neighbours that see the same keys of this run
+    Query waiting[kWaiting];  // neighbours that see the same keys of this run
     int32_t count = 0;
     int32_t low = 0;
     int32_t high = 0;
     const auto visit_waiting = [&]() HWY_ATTR {
-      if (count == kQueries) {
-        visit_run<kDtype, kQueries>(run, low, high, waiting, args.scale, head_dim);
-      } else {
-        for (int32_t i = 0; i < count; ++i) visit_run<kDtype, 1>(run, low, high, waiting + i, args.scale, head_dim);
-      }
+      if (count > 0) visit_run<kDtype>(run, low, high, waiting, count, args.scale, head_dim);
       count = 0;
     };
     for (int32_t row = item.begin; row < item.end; ++row) {
@@ -251,7 +253,7 @@ void run_item(const PagedAttentionArgs& args, const Item& item, std::byte* scrat
       for (int32_t h = 0; h < heads; ++h) {
         const float* q = args.q.row(row) + static_cast<int64_t>(item.kv_head * heads + h) * head_dim;
         waiting[count++] = {q, state_of(row, h)};
-        if (count == kQueries) visit_waiting();
+        if (count == kWaiting) visit_waiting();
       }
     }
     visit_waiting();

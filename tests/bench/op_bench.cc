@@ -140,7 +140,9 @@ class Bench {
           [&] { kernels_cpu().moe_combine(combine, stream_); });
   }
 
-  void run_head() { linear("linear lm_head", {{&model_.lm_head, step_.vocab_logits}}, LoraModule::kNone, step_.rows, step_.x); }
+  void run_head() {
+    linear("linear lm_head", {{&model_.lm_head, step_.vocab_logits}}, LoraModule::kNone, step_.rows, step_.x);
+  }
 
   void print() const {
     std::printf("rows %d, %s%s: read ceiling %.1f GB/s, multiply-add ceiling %.0f GFLOP/s\n", step_.rows,
