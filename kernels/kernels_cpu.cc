@@ -15,6 +15,7 @@ const Kernels& kernels_cpu() {
     kernels.moe_gate_up = moe_gate_up_simd;
     kernels.moe_down = moe_down_simd;
     kernels.moe_combine = moe_combine_simd;
+    kernels.read_memory = read_memory_simd;
     return kernels;
   }();
   return table;

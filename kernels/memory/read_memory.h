@@ -16,6 +16,7 @@ struct ReadMemoryArgs {
   uint64_t* sum = nullptr;
 };
 
-void read_memory_cpu(const ReadMemoryArgs& args, Stream& stream);
+void read_memory_cpu(const ReadMemoryArgs& args, Stream& stream);   // reference
+void read_memory_simd(const ReadMemoryArgs& args, Stream& stream);
 
 }  // namespace moelora

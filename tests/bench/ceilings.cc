@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "tests/bench/ceilings.h"
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 
@@ -9,24 +8,10 @@
 #include <immintrin.h>
 #endif
 
+#include "kernels/kernels.h"
+
 namespace moelora {
 namespace {
-
-// Eight 64-byte lines a step from each of four streams 4 KiB apart: more misses in flight than one stream has.
-uint64_t read_span(const std::byte* data, size_t bytes) {
-  uint64_t sum = 0;
-  const size_t page = 16384;
-  for (size_t at = 0; at + page <= bytes; at += page) {
-    for (size_t line = 0; line < 4096; line += 64) {
-      for (size_t stream = 0; stream < page; stream += 4096) {
-        const std::byte* from = data + at + stream + line;
-        __builtin_prefetch(from + page, 0, 3);
-        sum += *reinterpret_cast<const uint64_t*>(from);
-      }
-    }
-  }
-  return sum;
-}
 
 #if defined(__x86_64__)
 constexpr int kChains = 12;  // more than latency x throughput on every core so far
@@ -83,15 +68,10 @@ double seconds_now() {
 }
 
 double read_ceiling(const std::byte* data, size_t bytes, Stream& stream) {
-  constexpr size_t kChunk = size_t{1} << 20;
-  std::atomic<uint64_t> total{0};
-  const size_t chunks = bytes / kChunk;
+  uint64_t sum = 0;
   const double begin = seconds_now();
-  stream.parallel_for(chunks, [&](size_t chunk, int) { total += read_span(data + chunk * kChunk, kChunk); });
-  const double seconds = seconds_now() - begin;
-  volatile uint64_t sink = total.load();
-  (void)sink;
-  return static_cast<double>(chunks * kChunk) / seconds * 1e-9;
+  kernels_cpu().read_memory({data, bytes, &sum}, stream);
+  return static_cast<double>(bytes) / (seconds_now() - begin) * 1e-9;
 }
 
 double fma_ceiling(Stream& stream) {
