@@ -48,9 +48,8 @@ class ProcessClaim {
   bool kept_ = false;
 };
 
-// Not checked by UBSan's "null": the reference to a forced unwind, which has no object, is one by design of the ABI.
 template <class Body>
-__attribute__((no_sanitize("null"))) moelora_status guard(moelora_error* err, const Body& body) {
+moelora_status guard(moelora_error* err, const Body& body) {
   const char* why = nullptr;
   if (const Status refused = enter(err, &why); refused != Status::kOk) {
     return report(refused == Status::kStructSize ? nullptr : err, refused, why, false);
@@ -67,9 +66,11 @@ __attribute__((no_sanitize("null"))) moelora_status guard(moelora_error* err, co
     return report(err, Status::kNomem, "out of host memory: a size beyond the address space", false);
   } catch (const std::exception& error) {
     return report(err, Status::kInternal, error.what(), false);
-  } catch (abi::__forced_unwind&) {
-    throw;  // pthread_cancel of the host's thread; swallowing it would abort the process
   } catch (...) {
+    // No C++ exception: pthread_cancel unwinds the host's thread, and swallowing that would abort the process.
+    if (abi::__cxa_current_exception_type() == nullptr) {
+      throw;
+    }
     return report(err, Status::kInternal, "unknown exception", false);
   }
 }

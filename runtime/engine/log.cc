@@ -36,8 +36,7 @@ Log& the_log() {
 
 thread_local bool inside_callback = false;
 
-// "null": see guard in runtime/api/boundary.h.
-__attribute__((no_sanitize("null"))) void call_host(Log& log, LogLevel level, const std::string& text) {
+void call_host(Log& log, LogLevel level, const std::string& text) {
   const std::lock_guard<std::mutex> calling(log.calling);
   LogFunction function;
   void* user;
@@ -55,9 +54,11 @@ __attribute__((no_sanitize("null"))) void call_host(Log& log, LogLevel level, co
   } const inside;
   try {
     function(user, static_cast<int32_t>(level), text.c_str());
-  } catch (abi::__forced_unwind&) {
-    throw;         // the thread is being cancelled
-  } catch (...) {  // a host's exception ends here, it must not unwind the engine
+  } catch (...) {
+    if (abi::__cxa_current_exception_type() == nullptr) {
+      throw;  // the thread is being cancelled
+    }
+    // A host's exception ends here: it must not unwind the engine.
   }
 }
 
