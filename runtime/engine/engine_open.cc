@@ -3,11 +3,12 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 
 #include "runtime/engine/engine_parts.h"
+#include "runtime/engine/memory_plan.h"
+#include "runtime/memory/host_resources.h"
 
 namespace moelora {
 namespace {
@@ -24,54 +25,28 @@ int32_t available_cores() {
   return std::max(1, CPU_COUNT(&set));
 }
 
-double free_memory_bytes() {
-  const long pages = sysconf(_SC_AVPHYS_PAGES);
-  const long page = sysconf(_SC_PAGESIZE);
-  return pages > 0 && page > 0 ? static_cast<double>(pages) * static_cast<double>(page) : 1e9;
-}
-
-Dtype kv_dtype_of(const EngineOptions& options) {
-  return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32;
-}
-
-// Pages of the pool: device_memory_bytes, or the fraction of what is free now, but not more than every sequence at
-// full context and a GiB of adapters could use.
-int64_t pool_pages(const EngineOptions& options, const KvGeometry& geometry, int64_t context, int64_t sequences) {
-  double bytes = static_cast<double>(options.device_memory_bytes);
-  if (options.device_memory_bytes == 0) {
-    const double useful = static_cast<double>(geometry.pages(context)) * static_cast<double>(sequences) *
-                              static_cast<double>(geometry.page_bytes) +
-                          static_cast<double>(int64_t{1} << 30);
-    bytes = std::min(free_memory_bytes() * options.device_memory_fraction, useful);
-  }
-  const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
-  if (pages < geometry.layout.num_groups) {
-    throw Error(Status::kDeviceNomem, "device_memory_bytes: " + std::to_string(static_cast<int64_t>(bytes)) +
-                                          " bytes do not hold one KV block (" +
-                                          std::to_string(geometry.layout.num_groups) + " pages of " +
-                                          std::to_string(geometry.page_bytes) + " bytes)");
-  }
-  return std::min<int64_t>(pages, int64_t{1} << 24);
-}
-
 }  // namespace
 
 Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
   if (options.device != "cpu") {
     throw Error(Status::kNoDevice, "device '" + options.device + "': this build has the cpu backend only");
   }
+  const auto report = [&](double done) {
+    if (options.progress != nullptr) {
+      options.progress->report(done);
+    }
+  };
   config = load_model_config(model_dir);
+  report(0.05);
   weights = options.random_weights ? Weights::random(config, static_cast<uint64_t>(options.seed))
                                    : Weights::load(model_dir, config);
+  report(0.8);
   kernels = options.kernels == "reference" ? &kernels_reference() : &kernels_cpu();
 
   info.config = config;
   info.device_name = std::string("cpu (") + kernels->name + ")";
   info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : available_cores();
-  info.max_context_tokens = config.max_position;
-  if (options.max_context_tokens > 0) {
-    info.max_context_tokens = static_cast<int32_t>(std::min<int64_t>(options.max_context_tokens, config.max_position));
-  }
+  info.max_context_tokens = plan_context_tokens(options, config);
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
   // Every running sequence must have its decode row.
   info.max_batch_tokens = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
@@ -81,10 +56,10 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   info.weight_bytes = weights->bytes();
 
   geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim, info.kv_block_tokens,
-                                kv_dtype_of(options));
+                                plan_kv_dtype(options));
   info.page_bytes = geometry.page_bytes;
   info.pages_per_block = geometry.layout.num_groups;
-  info.num_pages = pool_pages(options, geometry, info.max_context_tokens, info.max_num_sequences);
+  info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, host_resources().memory_free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
 
   stream = std::make_unique<Stream>(
@@ -105,6 +80,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
                                            geometry);
   model = std::make_unique<Model>(config, *weights, *kernels, options.compute);
 
+  report(0.95);
   batch_.entries.reserve(static_cast<size_t>(info.max_num_sequences));
   outputs_.resize(static_cast<size_t>(logit_rows));
   emissions_.resize(static_cast<size_t>(2 * info.max_num_sequences + options.max_queued_requests) + 1);
