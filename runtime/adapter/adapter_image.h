@@ -6,26 +6,28 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <memory_resource>
 #include <string>
 #include <vector>
 
 #include "kernels/base/tensor.h"
 #include "kernels/lora/adapter_layout.h"
+#include "runtime/memory/host_memory.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
 
 struct AdapterImage {
-  std::vector<std::byte> stream;      // whole granules
-  int32_t max_rank = 0;               // largest rank of any module
-  float alpha = 0.0f;                 // lora_alpha of the config
-  int32_t rank = 0;                   // r of the config
-  uint32_t modules = 0;               // bit i: LoraModule i; bit 16 + i: ExpertModule i
-  int32_t num_layers = 0;             // layers with any pair
-  int32_t num_experts = 0;            // most experts adapted in any layer
-  int32_t num_tensors = 0;            // of the file, all used
-  int32_t num_tensors_unmatched = 0;  // lenient load only
-  std::string dtype;                  // "BF16", "F32", "F16", "mixed": as stored
+  std::pmr::vector<std::byte> stream{host_memory()};  // whole granules
+  int32_t max_rank = 0;                               // largest rank of any module
+  float alpha = 0.0f;                                 // lora_alpha of the config
+  int32_t rank = 0;                                   // r of the config
+  uint32_t modules = 0;                               // bit i: LoraModule i; bit 16 + i: ExpertModule i
+  int32_t num_layers = 0;                             // layers with any pair
+  int32_t num_experts = 0;                            // most experts adapted in any layer
+  int32_t num_tensors = 0;                            // of the file, all used
+  int32_t num_tensors_unmatched = 0;                  // lenient load only
+  std::string dtype;                                  // "BF16", "F32", "F16", "mixed": as stored
   uint64_t file_bytes = 0;
   uint64_t fingerprint = 0;  // of config and weights bytes
   std::vector<std::string> warnings;

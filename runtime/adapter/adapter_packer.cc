@@ -14,6 +14,7 @@
 #include "kernels/base/error.h"
 #include "runtime/adapter/adapter_tiles.h"
 #include "runtime/io/json.h"
+#include "runtime/memory/host_memory.h"
 
 namespace moelora {
 namespace {
@@ -34,7 +35,7 @@ struct BiasPlacement {
 };
 
 struct StreamPlan {
-  std::vector<std::byte> stream;  // directory and records; the rest is zero until filled
+  std::pmr::vector<std::byte> stream{host_memory()};  // directory and records; the rest is zero until filled
   std::vector<Placement> matrices;
   std::vector<BiasPlacement> biases;
 };
@@ -215,8 +216,8 @@ std::string quoted(const StoredTensor& tensor) {
   return "'" + printable(tensor.name, kNameBytesMax) + "'";
 }
 
-std::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                    const std::string& file) {
+std::pmr::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                         const std::string& file) {
   sort_records(records, file);
   StreamPlan plan = plan_stream(config, records);
   group_by_tensor(plan.matrices);
@@ -233,8 +234,8 @@ std::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<Adapt
   return std::move(plan.stream);
 }
 
-std::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                           uint64_t seed) {
+std::pmr::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                                uint64_t seed) {
   sort_records(records, "random adapter");
   StreamPlan plan = plan_stream(config, records);
   TileRandom random(seed);

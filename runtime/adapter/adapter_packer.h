@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory_resource>
 #include <string>
 #include <vector>
 
@@ -41,12 +42,12 @@ struct AdapterRecord {
 // Sorts `records` by layer, dense before experts, expert, module. Throws Error{kAdapterMismatch} naming tensors when
 // two records are the same linear, or a value is NaN or infinite (also after rounding to the stream's dtype).
 // `file` is used in messages.
-std::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                    const std::string& file);
+std::pmr::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                         const std::string& file);
 
 // The same stream with random bf16 values of either sign, of magnitude 2^-11 to 2^-7; views need only columns.
-std::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                           uint64_t seed);
+std::pmr::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
+                                                uint64_t seed);
 
 // The name of a tensor, in quotes and fit for a message.
 std::string quoted(const StoredTensor& tensor);

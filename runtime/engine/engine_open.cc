@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening a model: sizes are settled here, all device memory is taken here, and the thread starts last.
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
 
 #include <algorithm>
@@ -15,15 +14,6 @@ namespace {
 
 constexpr size_t kNumRecords = 65536;
 constexpr size_t kWorkerScratchBytes = size_t{2} << 20;  // the tiles of the CPU kernels
-
-int32_t available_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) != 0) {
-    return 1;
-  }
-  return std::max(1, CPU_COUNT(&set));
-}
 
 }  // namespace
 
@@ -45,7 +35,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
 
   info.config = config;
   info.device_name = std::string("cpu (") + kernels->name + ")";
-  info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : available_cores();
+  info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : host_resources().num_cores;
   info.max_context_tokens = plan_context_tokens(options, config);
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
   // Every running sequence must have its decode row.
