@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of stored weight rows with a few packed activation rows: the microkernel under linear, moe_gate_up and
-// moe_down where the weights come from memory once and bandwidth is the limit. Each (row, output) is summed in the
-// order that kSlice tells, which outer_inl.h reproduces for many rows: a row's bits do not depend on how many rows
-// ran with it.
+// Products of stored weight rows with packed activation rows: the microkernels under linear, moe_gate_up and
+// moe_down. Two ways to the same bits: dot_stored widens weights to fp32 in registers (few rows: the weights come
+// from memory once and bandwidth is the limit), dot_widened reads a tile that dot_stored left in fp32 when it
+// did the first rows (many rows: widening once is cheaper). Both sum each (row, output) in the same order, see
+// kSlice, so a row's bits do not depend on which of them ran, nor on how many rows ran with it.
 #if defined(MOELORA_KERNELS_DENSE_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOELORA_KERNELS_DENSE_DOT_INL_H_
 #undef MOELORA_KERNELS_DENSE_DOT_INL_H_
@@ -60,7 +61,8 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
 }
 
 // k is cut into slices of 1024: a slice's products are summed in the lanes of one accumulator for each (row,
-// output), reduce4 makes a number of it, and the numbers are added in the order of the slices.
+// output), reduce4 makes a number of it, and the numbers are added in the order of the slices. So what waits
+// between slices is one float and not a vector, and six slices of activations fit L1.
 constexpr int64_t kSlice = 1024;
 
 // Where the sums of four outputs go: sums[r * stride + o]. first: nothing is there yet.
@@ -95,12 +97,16 @@ struct StoredRows {
 };
 
 // acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`.
-template <Dtype kDtype, int kRows, int kHalf>
-HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, int64_t at, FloatVec* acc) {
+template <Dtype kDtype, int kRows, int kHalf, bool kWiden>
+HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, int64_t at, float* widened,
+                              FloatVec* acc) {
   const FloatTag d;
   FloatVec weights[kGroup];
 #pragma GCC unroll 4
-  for (int o = 0; o < kGroup; ++o) weights[o] = load_half<kDtype, kHalf>(block.first + o * block.stride);
+  for (int o = 0; o < kGroup; ++o) {
+    weights[o] = load_half<kDtype, kHalf>(block.first + o * block.stride);
+    if constexpr (kWiden) hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
+  }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     const FloatVec value = hn::LoadU(d, x[r] + at + kHalf * kLanes);
@@ -137,28 +143,33 @@ HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t
   }
 }
 
-// Products of four stored weight rows of k elements with kRows rows.
-template <Dtype kDtype, int kRows>
-HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t k, const ReadAhead& ahead, Sums to) {
+// Products of four stored weight rows with kRows rows over the elements [0, count) of k, a whole row or, with
+// kWiden, one slice of it, which then also leaves the weights in `widened` for dot_widened.
+template <Dtype kDtype, int kRows, bool kWiden>
+HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t count, const ReadAhead& ahead,
+                           float* widened, Sums to) {
   constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
-  const int64_t row_bytes = k * static_cast<int64_t>(dtype_bytes(kDtype));
+  const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
   const float* x[kRows];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) x[r] = rows[r];
   const uint8_t* following = ahead.following;
   int64_t at = 0;
-  while (at < k) {
-    const int64_t end = std::min(k, at + kSlice);
+  while (at < count) {
+    const int64_t end = std::min(count, at + kSlice);
     FloatVec acc[kRows * kGroup];
     clear<kRows>(acc);
     for (; at + kBlock <= end; at += kBlock) {
-      const bool inside = at + kNear * kBlock < k;
-      const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
-      read_ahead<kBytes>(ahead, block.stride, near, following);
-      multiply_half<kDtype, kRows, 0>(block, x, at, acc);
-      multiply_half<kDtype, kRows, 1>(block, x, at, acc);
+      if constexpr (!kWiden) {
+        const bool inside = at + kNear * kBlock < count;
+        const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
+        read_ahead<kBytes>(ahead, block.stride, near, following);
+      }
+      multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
+      multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
       block.first += kBytes;
       following += kBytes;
+      if constexpr (kWiden) widened += 2 * kGroup * kLanes;
     }
     if (at < end) {  // what follows the row in memory may be anything: zeros instead
       alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
@@ -166,13 +177,37 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t k
         std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(end - at) * dtype_bytes(kDtype));
       }
       const StoredRows padded{rest[0], sizeof rest[0]};
-      multiply_half<kDtype, kRows, 0>(padded, x, at, acc);
-      multiply_half<kDtype, kRows, 1>(padded, x, at, acc);
+      multiply_half<kDtype, kRows, 0, kWiden>(padded, x, at, widened, acc);
+      multiply_half<kDtype, kRows, 1, kWiden>(padded, x, at, widened, acc);
       at = end;
     }
     add_slice<kRows>(acc, to);
     to.first = false;
   }
+}
+
+// The same over one slice of `vectors` vectors of four widened rows: [vector of k][4][L].
+template <int kRows>
+HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const* rows, int64_t vectors,
+                            const Sums& to) {
+  const FloatTag d;
+  FloatVec acc[kRows * kGroup];
+  clear<kRows>(acc);
+  const float* x[kRows];
+#pragma GCC unroll 6
+  for (int r = 0; r < kRows; ++r) x[r] = rows[r];
+  for (int64_t v = 0; v < vectors; ++v) {
+    FloatVec w[kGroup];
+#pragma GCC unroll 4
+    for (int o = 0; o < kGroup; ++o) w[o] = hn::Load(d, group + (v * kGroup + o) * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < kRows; ++r) {
+      const FloatVec value = hn::LoadU(d, x[r] + v * kLanes);
+#pragma GCC unroll 4
+      for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
+    }
+  }
+  add_slice<kRows>(acc, to);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -22,7 +22,6 @@ namespace {
 struct LinearPlan {
   const LinearArgs* args;
   PackOrder order;
-  bool by_classes;    // many rows: tiles go the way of outer_inl.h
   float* packed;      // [T, padded_k]
   float* shrunk;      // [part][lora rows, stride]
   int64_t stride;     // of shrunk rows
@@ -55,11 +54,10 @@ float* shrunk_row(const LinearPlan& plan, int32_t part, int32_t index) {
 }
 
 // One item of phase one: packs row `item`, or shrinks eight ranks of an adapter row of a part.
-void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
+void prepare(const LinearPlan& plan, int32_t item) {
   const LinearArgs& args = *plan.args;
   if (item < args.num_rows) {
-    pack_tile_row(args.x.row(item), args.k, plan.order, args.compute, plan.by_classes,
-                  plan.packed + item * padded_k(args.k), scratch);
+    pack_row(args.x.row(item), args.k, plan.order, args.compute, plan.packed + item * padded_k(args.k));
     return;
   }
   const int32_t panels = ceil_div(args.lora->max_rank, kTileRanks);
@@ -83,21 +81,21 @@ void add_lora(const LinearPlan& plan, int32_t part, int32_t n, int32_t outputs, 
     const LoraTarget target = lora_target(*plan.args, part, row);
     if (target.record == nullptr) continue;
     expand_add(lora.table, target.slot, *target.record, target.scale, shrunk_row(plan, part, index), n, outputs,
-               sums + (row - first) * kTileOutputs);
+               sums + (row - first) * kMaxTileOutputs);
   }
 }
 
 // Bias and the old output, then the store.
 void store(const LinearArgs& args, const LinearPart& part, int32_t n, int32_t outputs, int32_t first, int32_t count,
            float* sums) {
-  alignas(64) float bias[kTileOutputs];
+  alignas(64) float bias[kMaxTileOutputs];
   if (!part.bias.empty()) {
     for (int32_t j = 0; j < outputs; ++j) {
       bias[j] = load_element(part.bias.data, part.bias.dtype, static_cast<size_t>(n + j));
     }
   }
   for (int32_t r = 0; r < count; ++r) {
-    float* from = sums + r * kTileOutputs;
+    float* from = sums + r * kMaxTileOutputs;
     float* to = part.out.row(first + r) + n;
     if (!part.bias.empty()) {
       for (int32_t j = 0; j < outputs; ++j) from[j] += bias[j];
@@ -110,35 +108,33 @@ void store(const LinearArgs& args, const LinearPart& part, int32_t n, int32_t ou
   }
 }
 
-struct Tile {
-  TileWeights weights;
+struct TileOrigin {
+  const uint8_t* data;
   int32_t part;
   int32_t n;
 };
 
-Tile tile_at(const LinearPlan& plan, int32_t ticket) {
-  if (ticket >= plan.begin[plan.num_parts]) return {{{nullptr, nullptr}, 0, 0}, 0, 0};
+TileOrigin tile_origin(const LinearPlan& plan, int32_t ticket) {
   int32_t at = 0;
   while (ticket >= plan.begin[at + 1]) ++at;
   const Weight& weight = plan.args->parts[plan.part[at]].weight;
   const int32_t n = (ticket - plan.begin[at]) * plan.outputs;
   const int64_t row_bytes = plan.args->k * static_cast<int64_t>(dtype_bytes(weight.dtype));
-  const TileWeights weights{{static_cast<const uint8_t*>(weight.data) + n * row_bytes, nullptr},
-                            1,
-                            std::min(plan.outputs, weight.rows - n)};
-  return {weights, plan.part[at], n};
+  return {static_cast<const uint8_t*>(weight.data) + n * row_bytes, plan.part[at], n};
 }
 
 void run_tiles(const LinearPlan& plan, Stream& stream) {
   const LinearArgs& args = *plan.args;
-  for_each_ticket(stream, plan.begin[plan.num_parts], [&](int32_t ticket, int32_t next, int worker) HWY_ATTR {
-    const Tile tile = tile_at(plan, ticket);
-    const Tile ahead = tile_at(plan, next);
+  const int32_t tickets = plan.begin[plan.num_parts];
+  for_each_ticket(stream, tickets, [&](int32_t ticket, int32_t next, int worker) HWY_ATTR {
+    const TileOrigin tile = tile_origin(plan, ticket);
+    const uint8_t* ahead = next < tickets ? tile_origin(plan, next).data : nullptr;
     const LinearPart& part = args.parts[tile.part];
-    const TileRows rows{plan.packed, padded_k(args.k), plan.by_classes, nullptr, 0, args.num_rows};
-    run_tile(part.weight.dtype, tile.weights, rows, args.k, ahead.weights, stream.scratch(worker),
+    const int32_t outputs = std::min(plan.outputs, part.weight.rows - tile.n);
+    const TileWeights weights{{tile.data, nullptr}, 1, outputs};
+    const TileRows rows{plan.packed, padded_k(args.k), nullptr, 0, args.num_rows};
+    run_tile(part.weight.dtype, weights, rows, args.k, ahead, stream.scratch(worker),
              [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
-               const int32_t outputs = tile.weights.count;
                if (plan.lora) add_lora(plan, tile.part, tile.n, outputs, first, count, sums[0]);
                store(args, part, tile.n, outputs, first, count, sums[0]);
              });
@@ -151,8 +147,7 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
   plan.order = order;
   int64_t total = 0;
   for (int32_t p = 0; p < args.num_parts; ++p) total += args.parts[p].weight.rows;
-  plan.by_classes = args.num_rows > kInPlaceRows;
-  plan.outputs = tile_outputs(1, plan.by_classes, total, stream.num_threads());
+  plan.outputs = tile_outputs(args.k, 1, args.num_rows, total, stream.num_threads());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
   for (int32_t p = 0; p < args.num_parts; ++p) {
     if (pack_order(args.parts[p].weight.dtype) != order) continue;
@@ -171,9 +166,7 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
     items += args.lora->num_rows * plan.num_parts * ceil_div(args.lora->max_rank, kTileRanks);
   }
   stream.parallel_for(static_cast<size_t>(items),
-                      [&](size_t item, int worker) HWY_ATTR {
-                        prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));
-                      });
+                      [&](size_t item, int) HWY_ATTR { prepare(plan, static_cast<int32_t>(item)); });
   run_tiles(plan, stream);
 }
 

@@ -21,20 +21,18 @@ namespace {
 struct DownPlan {
   const MoeDownArgs* args;
   PackOrder order;
-  bool by_classes;  // many rows for most experts
   float* packed;    // [T * K, padded_k]
   ExpertLora lora;
   int32_t outputs;  // of a tile
 };
 
 // One item of phase one: packs pair `item`, or shrinks eight ranks of one pair.
-void prepare(const DownPlan& plan, int32_t item, std::byte* scratch) {
+void prepare(const DownPlan& plan, int32_t item) {
   const MoeDownArgs& args = *plan.args;
   const int32_t k = args.down.cols;
   const int32_t pairs = args.num_rows * args.top_k;
   if (item < pairs) {
-    pack_tile_row(args.act.row(item), k, plan.order, args.compute, plan.by_classes, plan.packed + item * padded_k(k),
-                  scratch);
+    pack_row(args.act.row(item), k, plan.order, args.compute, plan.packed + item * padded_k(k));
     return;
   }
   const int32_t panels = ceil_div(plan.lora.batch->max_rank, kTileRanks);
@@ -42,20 +40,24 @@ void prepare(const DownPlan& plan, int32_t item, std::byte* scratch) {
               [&](int32_t pair) { return args.act.row(pair); });
 }
 
+const uint8_t* expert_rows(const ExpertWeights& weights, int32_t expert, int32_t n) {
+  return static_cast<const uint8_t*>(weights.data[expert]) +
+         static_cast<int64_t>(n) * weights.cols * static_cast<int64_t>(dtype_bytes(weights.dtype));
+}
+
 void run_tiles(const DownPlan& plan, Stream& stream) {
   const MoeDownArgs& args = *plan.args;
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.down.cols;
-  const ExpertWeights* const matrices[1] = {&args.down};
   for_each_expert_tile(
       stream, begin, args.num_experts, ceil_div(args.down.rows, plan.outputs),
       [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
         const int32_t n = tile * plan.outputs;
-        const TileWeights weights = expert_tile(matrices, 1, expert, n, plan.outputs);
-        const TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
-        const int32_t outputs = weights.count;
-        const TileRows rows{plan.packed, padded_k(k), plan.by_classes, nullptr, begin[expert],
-                            begin[expert + 1] - begin[expert]};
+        const int32_t outputs = std::min(plan.outputs, args.down.rows - n);
+        const TileWeights weights{{expert_rows(args.down, expert, n), nullptr}, 1, outputs};
+        const TileRows rows{plan.packed, padded_k(k), nullptr, begin[expert], begin[expert + 1] - begin[expert]};
+        const uint8_t* ahead =
+            next_expert < 0 ? nullptr : expert_rows(args.down, next_expert, next_tile * plan.outputs);
         run_tile(args.down.dtype, weights, rows, k, ahead, stream.scratch(worker),
                  [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
                    const int32_t pair = begin[expert] + first;
@@ -63,7 +65,7 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
                      expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
                    }
                    for (int32_t r = 0; r < count; ++r) {
-                     std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kTileOutputs,
+                     std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kMaxTileOutputs,
                                  static_cast<size_t>(outputs) * sizeof(float));
                    }
                  });
@@ -78,16 +80,14 @@ void down_dispatch(const MoeDownArgs& args, Stream& stream) {
   plan.args = &args;
   plan.order = pack_order(args.down.dtype);
   const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
-  plan.by_classes = many_rows(args.order.expert_begin, args.num_experts);
-  plan.outputs = tile_outputs(1, plan.by_classes, static_cast<int64_t>(active) * args.down.rows, stream.num_threads());
+  plan.outputs = tile_outputs(args.down.cols, 1, pairs / active, static_cast<int64_t>(active) * args.down.rows,
+                              stream.num_threads());
   plan.packed = reinterpret_cast<float*>(args.scratch);
   plan.lora = find_spans(args.lora, args.order, args.layer, args.scratch + pairs * padded_k(args.down.cols) * 4);
   int32_t items = pairs;
   if (plan.lora.batch != nullptr) items += plan.lora.num_pairs * ceil_div(args.lora->max_rank, kTileRanks);
   stream.parallel_for(static_cast<size_t>(items),
-                      [&](size_t item, int worker) HWY_ATTR {
-                        prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));
-                      });
+                      [&](size_t item, int) HWY_ATTR { prepare(plan, static_cast<int32_t>(item)); });
   run_tiles(plan, stream);
 }
 }  // namespace HWY_NAMESPACE

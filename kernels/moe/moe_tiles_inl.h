@@ -96,7 +96,7 @@ HWY_INLINE void expand_pairs(const ExpertLora& lora, const MoeOrder& order, Expe
       const float scale = lora.batch->row_scale[order.pair_row[pair]] * record->scale;
       if (scale == 0.0f) continue;
       expand_add(lora.batch->table, span.slot, *record, scale, lora.row(set, span.first + pair - span.begin), n,
-                 outputs, sums + (pair - first) * kTileOutputs);
+                 outputs, sums + (pair - first) * kMaxTileOutputs);
     }
   }
 }
@@ -118,30 +118,6 @@ inline int32_t active_experts(const int32_t* expert_begin, int32_t num_experts) 
   int32_t active = 0;
   for (int32_t e = 0; e < num_experts; ++e) active += expert_begin[e + 1] != expert_begin[e];
   return active;
-}
-
-// Whether most pairs belong to experts with so many that tiles should go the way of outer_inl.h.
-inline bool many_rows(const int32_t* expert_begin, int32_t num_experts) {
-  int64_t many = 0;
-  for (int32_t e = 0; e < num_experts; ++e) {
-    const int32_t count = expert_begin[e + 1] - expert_begin[e];
-    if (count > kInPlaceRows) many += count;
-  }
-  return 2 * many > expert_begin[num_experts];
-}
-
-// Rows [n, n + outputs) of an expert's matrix; no tile if expert < 0.
-inline TileWeights expert_tile(const ExpertWeights* const* matrices, int32_t count, int32_t expert, int32_t n,
-                               int32_t outputs) {
-  TileWeights tile{{nullptr, nullptr}, 0, 0};
-  if (expert < 0) return tile;
-  tile.matrices = count;
-  tile.count = std::min(outputs, matrices[0]->rows - n);
-  for (int32_t m = 0; m < count; ++m) {
-    tile.data[m] = static_cast<const uint8_t*>(matrices[m]->data[expert]) +
-                   static_cast<int64_t>(n) * matrices[m]->cols * static_cast<int64_t>(dtype_bytes(matrices[m]->dtype));
-  }
-  return tile;
 }
 
 // task(expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
