@@ -127,6 +127,12 @@ int32_t AdapterCache::try_acquire(Adapter& adapter) {
   return slot;
 }
 
+bool AdapterCache::can_place(const Adapter& adapter) const {
+  return std::any_of(slots_.begin() + 1, slots_.end(), [&](const Slot& slot) {
+    return slot.image == nullptr || slot.image == adapter.image || !is_pinned(slot.image.get());
+  });
+}
+
 void AdapterCache::release(int32_t slot) {
   Slot& entry = slots_[static_cast<size_t>(slot)];
   MOELORA_ASSERT(slot > 0 && entry.users > 0);

@@ -36,6 +36,8 @@ class AdapterCache {
   // Makes the adapter's image resident and counts one user: its slot, or 0 if slots or pages are short now.
   [[nodiscard]] int32_t try_acquire(Adapter& adapter);
   void release(int32_t slot);
+  // False if every slot is held by another adapter that the host has pinned.
+  [[nodiscard]] bool can_place(const Adapter& adapter) const;
   // Frees the least recently used idle and unpinned image: true if one was freed.
   bool evict_idle();
   // Frees images that no Adapter holds any more and no row uses.

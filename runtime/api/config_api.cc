@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // moelora.h, group "configuration": the builder over runtime/engine/options.h, and plan_memory.
-#include <cerrno>
-#include <fstream>
 #include <sstream>
 
 #include "runtime/api/boundary.h"
 #include "runtime/api/handles.h"
 #include "runtime/engine/memory_plan.h"
+#include "runtime/io/json.h"
 
 using namespace moelora;
 using namespace moelora::api;
@@ -26,20 +25,6 @@ moelora_status set_one(moelora_config* config, const char* key, size_t key_len, 
     set_option(object->options, name, value);
     return Status::kOk;
   });
-}
-
-std::string read_text_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text;
-  if (file) {
-    text.resize(kTomlBytesMax + 1);
-    file.read(text.data(), static_cast<std::streamsize>(text.size()));
-    text.resize(static_cast<size_t>(file.gcount()));
-  }
-  if (!file.is_open() || file.bad()) {
-    throw Error(Status::kIo, fmt::format("{}: {}", path, std::strerror(errno)));
-  }
-  return text;
 }
 
 }  // namespace
@@ -88,7 +73,7 @@ moelora_status moelora_config_load_toml(moelora_config* config, const char* path
     const auto object = find_config(config);
     const std::string file = path_argument("path", path, path_len);
     const std::lock_guard<std::mutex> lock(object->mutex);
-    load_options_toml(object->options, read_text_file(file), file);
+    load_options_toml(object->options, read_text(file, kTomlBytesMax), file);
     return Status::kOk;
   });
 }

@@ -137,8 +137,10 @@ void Engine::Parts::commit(double now) {
 void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, double now) {
   const SampleOutput& output = outputs_[static_cast<size_t>(sampled_index)];
   if (output.status != 0) {
-    end_sequence(sequence, FinishReason::kError, Status::kInternal,
-                 "the logits of output token " + std::to_string(sequence.num_outputs()) + " are not finite", now);
+    end_sequence(sequence, FinishReason::kError, Status::kCorrupt,
+                 "the logits of output token " + std::to_string(sequence.num_outputs()) +
+                     " are not finite: weights of the model or the adapter, or the scale, overflow",
+                 now);
     return;
   }
   const Request& request = sequence.request();

@@ -25,7 +25,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   }
   Session* session = sequence.request().session.get();
   if (session != nullptr) {
-    const bool keep = status != Status::kInternal && !submission.drop_turn.load();
+    const bool keep = status != Status::kInternal && status != Status::kCorrupt && !submission.drop_turn.load();
     if (keep) {
       session->tokens.assign(sequence.tokens.begin(), sequence.tokens.end());  // capacity was reserved
     } else {
@@ -95,6 +95,7 @@ void Engine::Parts::admit_prefetches() {
       slot = adapters->try_acquire(*prefetch.adapter);
     }
     if (slot == 0) {
+      prefetch.impossible = !adapters->can_place(*prefetch.adapter);
       continue;
     }
     adapters->release(slot);
@@ -109,10 +110,12 @@ void Engine::Parts::finish_prefetches() {
   }
   adapters->upload(*kernels, *stream);  // a step without rows has not done it
   std::erase_if(prefetches, [](const Prefetch& prefetch) {
-    if (prefetch.resident && prefetch.queue != nullptr) {
-      prefetch.queue->push({EventKind::kAdapterReady, Status::kOk, prefetch.handle, prefetch.tag});
+    const bool answered = prefetch.resident || prefetch.impossible;
+    if (answered && prefetch.queue != nullptr) {
+      const Status status = prefetch.resident ? Status::kOk : Status::kDeviceNomem;
+      prefetch.queue->push({EventKind::kAdapterReady, status, prefetch.handle, prefetch.tag});
     }
-    return prefetch.resident;
+    return answered;
   });
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <random>
 
+#include <fmt/format.h>
+
 #include "runtime/engine/engine_parts.h"
 
 namespace moelora {
@@ -25,8 +27,7 @@ void check_tokens(const std::vector<int32_t>& tokens, const char* what, int32_t 
 
 void check_range(const char* name, double value, double low, double high) {
   if (!(value >= low && value <= high)) {
-    throw Error(Status::kInvalid, std::string("sampling.") + name + " = " + std::to_string(value) + " is outside [" +
-                                      std::to_string(low) + ", " + std::to_string(high) + "]");
+    throw Error(Status::kInvalid, fmt::format("sampling.{} = {} is outside [{}, {}]", name, value, low, high));
   }
 }
 

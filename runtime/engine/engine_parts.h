@@ -28,6 +28,7 @@ struct Prefetch {
   uint64_t handle = 0;
   uint64_t tag = 0;
   bool resident = false;
+  bool impossible = false;  // every slot is pinned
 };
 
 // A token or an end that commit decided and emit hands out, without the lock.

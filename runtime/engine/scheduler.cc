@@ -48,82 +48,6 @@ bool Scheduler::is_paused(const Sequence& sequence) const {
   return sequence.submission->stream->unread() >= static_cast<size_t>(limits_.output_buffer_tokens);
 }
 
-bool Scheduler::reclaim_idle() {
-  if (adapters_.evict_idle()) {
-    return true;
-  }
-  Session* oldest = nullptr;
-  for (const auto& session : sessions_) {
-    if (session->busy || session->kv->pages.size() == 0) {
-      continue;
-    }
-    if (oldest == nullptr || session->last_used < oldest->last_used) {
-      oldest = session.get();
-    }
-  }
-  if (oldest == nullptr) {
-    return false;
-  }
-  oldest->kv->truncate(geometry_, 0);
-  ++num_sessions_evicted_;
-  return true;
-}
-
-Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
-  for (size_t i = running_.size(); i-- > 0;) {
-    Sequence* candidate = running_[i].get();
-    if (!ranks_before(wants, *candidate)) {
-      return nullptr;
-    }
-    const bool in_batch = std::any_of(batch.entries.begin(), batch.entries.end(),
-                                      [&](const BatchEntry& entry) { return entry.sequence == candidate; });
-    if (!in_batch && candidate->kv->pages.size() > 0) {
-      return candidate;
-    }
-  }
-  return nullptr;
-}
-
-bool Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
-  while (!sequence.kv->try_extend(geometry_, tokens)) {
-    if (reclaim_idle()) {
-      continue;
-    }
-    Sequence* victim = preemption_victim(sequence, batch);
-    if (victim == nullptr) {
-      return false;
-    }
-    preempt(*victim);
-  }
-  return true;
-}
-
-void Scheduler::give_back(Sequence& sequence) {
-  if (sequence.slot > 0) {
-    adapters_.release(sequence.slot);
-  }
-  sequence.slot = 0;
-  if (sequence.batch_row >= 0) {
-    free_rows_.push_back(sequence.batch_row);
-  }
-  sequence.batch_row = -1;
-  sequence.token_state_ready = false;
-}
-
-void Scheduler::preempt(Sequence& sequence) {
-  const auto at =
-      std::find_if(running_.begin(), running_.end(), [&](const auto& held) { return held.get() == &sequence; });
-  MOELORA_ASSERT(at != running_.end());
-  std::shared_ptr<Sequence> owner = *at;
-  running_.erase(at);
-  sequence.kv->truncate(geometry_, 0);
-  give_back(sequence);
-  sequence.state = SequenceState::kWaiting;
-  ++sequence.result.preemptions;
-  ++num_preemptions_;
-  insert_waiting(std::move(owner));
-}
-
 int32_t Scheduler::rows_that_fit(const Batch& batch, const Sequence& sequence) const {
   int32_t rows = std::min(limits_.num_rows_max - batch.num_rows, sequence.num_pending());
   const int32_t logit_rows = limits_.num_logit_rows_max - batch.num_logit_rows;
@@ -204,22 +128,36 @@ bool Scheduler::try_start(Sequence& sequence) {
   return true;
 }
 
+void Scheduler::start(size_t index, Batch& batch) {
+  std::shared_ptr<Sequence> owner = std::move(waiting_[index]);
+  Sequence& sequence = *owner;
+  waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
+  const auto at =
+      std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return ranks_before(sequence, *other); });
+  running_.insert(at, std::move(owner));
+  sequence.state = SequenceState::kRunning;
+  if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
+    sequence.result.cached_tokens = sequence.kv->length;
+  }
+  add_entry(batch, sequence, rows_that_fit(batch, sequence));
+}
+
 void Scheduler::admit_waiting(Batch& batch) {
-  while (!waiting_.empty() && !free_rows_.empty()) {
-    Sequence& sequence = *waiting_.front();
-    if (rows_that_fit(batch, sequence) <= 0 || !try_start(sequence)) {
+  for (size_t i = 0; i < waiting_.size();) {
+    Sequence& sequence = *waiting_[i];
+    if (is_paused(sequence)) {
+      ++i;
+    } else if (rows_that_fit(batch, sequence) <= 0) {
       return;
+    } else if (!free_rows_.empty() && try_start(sequence)) {
+      start(i, batch);
+    } else if (preempt_paused()) {
+      i = 0;  // who does not read waits; the list has changed
+    } else if (free_rows_.empty() || !may_be_overtaken(sequence)) {
+      return;
+    } else {
+      ++i;
     }
-    std::shared_ptr<Sequence> owner = std::move(waiting_.front());
-    waiting_.erase(waiting_.begin());
-    const auto at = std::find_if(running_.begin(), running_.end(),
-                                 [&](const auto& other) { return ranks_before(sequence, *other); });
-    running_.insert(at, std::move(owner));
-    sequence.state = SequenceState::kRunning;
-    if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
-      sequence.result.cached_tokens = sequence.kv->length;
-    }
-    add_entry(batch, sequence, rows_that_fit(batch, sequence));
   }
 }
 

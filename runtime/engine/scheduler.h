@@ -27,6 +27,8 @@ struct SchedulerLimits {
   int32_t output_buffer_tokens = 0;
 };
 
+constexpr int32_t kOvertakenMax = 256;
+
 class Scheduler {
  public:
   Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters);
@@ -58,6 +60,12 @@ class Scheduler {
   void schedule_running(Batch& batch, bool decode);
   void admit_waiting(Batch& batch);
   [[nodiscard]] bool try_start(Sequence& sequence);
+  void start(size_t index, Batch& batch);
+  // A running sequence whose reader is behind gives up everything for those who wait.
+  bool preempt_paused();
+  // Those behind a sequence that lacks a slot or pages go first, but not for ever: after kOvertakenMax tries they wait
+  // with it, unless only the host's own pins stand in its way.
+  [[nodiscard]] bool may_be_overtaken(Sequence& sequence) const;
   [[nodiscard]] bool ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
   [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
   void preempt(Sequence& sequence);

@@ -40,6 +40,7 @@ struct Sequence {
   float row_scale = 0.0f;
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
+  int32_t num_overtaken = 0;        // tries to start that failed while others behind it could go
   std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
   RequestResult result;
   double started_ms = 0;

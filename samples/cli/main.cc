@@ -52,5 +52,9 @@ int main(int argc, char** argv) {
                  chosen.empty() ? "" : chosen.front()->get_name().c_str(), error.what());
     return 1;
   }
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::fprintf(stderr, "moelora: the standard output could not be written\n");
+    return 1;
+  }
   return exit_code;
 }

@@ -4,6 +4,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <deque>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <mutex>
@@ -158,7 +159,8 @@ class Runner {
   void write(size_t number, const Json& answer, bool failed) {
     ++done_;
     failed_ += failed ? 1 : 0;
-    waiting_.emplace(flags_.as_completed ? done_ : number, answer.dump());
+    waiting_.emplace(flags_.as_completed ? done_ : number,
+                     answer.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
     for (auto next = waiting_.find(written_ + 1); next != waiting_.end(); next = waiting_.find(written_ + 1)) {
       out_ << next->second << '\n';
       waiting_.erase(next);
@@ -196,6 +198,9 @@ int run(const RunFlags& flags) {
   std::ifstream in_file;
   std::ofstream out_file;
   if (flags.input != "-") {
+    if (std::filesystem::is_directory(flags.input)) {
+      throw Failure(MOELORA_E_IO, "--input " + flags.input + " is a folder");
+    }
     in_file.open(flags.input);
     if (!in_file) {
       throw Failure(MOELORA_E_IO, "cannot open --input " + flags.input);

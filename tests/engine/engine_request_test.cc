@@ -137,6 +137,46 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   CHECK(dropped->stream->result().status == Status::kOverrun);
 }
 
+TEST_CASE("a request that waits for a slot or a slow reader does not hold up the others", "[engine]") {
+  EngineOptions options;
+  options.max_adapters_resident = 1;
+  const auto engine = open(options);
+  const auto pinned = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "pinned");
+  const auto other = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/rslora", "other");
+  ++pinned->pins;
+  Request request = greedy({1, 2}, 4);
+  request.adapter = pinned;
+  const auto expected = run(*engine, request);
+  request.adapter = other;
+  const auto blocked = make_submission(*engine, request);
+  engine->submit(blocked);
+  CHECK(run(*engine, greedy({1, 2}, 4)).size() == 4);  // the base overtakes it
+  request.adapter = pinned;
+  CHECK(run(*engine, request) == expected);  // and so does the adapter that is there
+  const auto queue = std::make_shared<CompletionQueue>();
+  queue->expect(1);
+  engine->prefetch_adapter(other, queue, 5, 6);
+  Event event;
+  bool closed = false;
+  REQUIRE(queue->wait(5000, &event, 1, &closed) == 1);
+  CHECK(event.status == Status::kDeviceNomem);
+  --pinned->pins;
+  engine->notify();
+  CHECK(read_all(*blocked).size() == 4);
+
+  EngineOptions narrow;
+  narrow.max_num_sequences = 1;
+  narrow.output_buffer_tokens = 4;
+  const auto one = open(narrow);
+  const auto unread = make_submission(*one, greedy({1, 2, 3}, 40));
+  one->submit(unread);
+  for (int i = 0; i < 400 && unread->stream->unread() < 4; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  CHECK(run(*one, greedy({7, 8}, 4)).size() == 4);
+  CHECK(read_all(*unread) == run(*engine, greedy({1, 2, 3}, 40)));
+}
+
 TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine][session]") {
   const auto engine = open();
   const auto adapter = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn_experts", "x");

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who gives way when slots or pages are short: idle adapters, idle sessions, sequences of lower rank, readers who do
+// not read. The rest of the scheduler is in scheduler.cc.
+#include <algorithm>
+
+#include "kernels/base/error.h"
+#include "runtime/engine/scheduler.h"
+
+namespace moelora {
+
+bool Scheduler::reclaim_idle() {
+  if (adapters_.evict_idle()) {
+    return true;
+  }
+  Session* oldest = nullptr;
+  for (const auto& session : sessions_) {
+    if (session->busy || session->kv->pages.size() == 0) {
+      continue;
+    }
+    if (oldest == nullptr || session->last_used < oldest->last_used) {
+      oldest = session.get();
+    }
+  }
+  if (oldest == nullptr) {
+    return false;
+  }
+  oldest->kv->truncate(geometry_, 0);
+  ++num_sessions_evicted_;
+  return true;
+}
+
+Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
+  for (size_t i = running_.size(); i-- > 0;) {
+    Sequence* candidate = running_[i].get();
+    if (!ranks_before(wants, *candidate)) {
+      return nullptr;
+    }
+    const bool in_batch = std::any_of(batch.entries.begin(), batch.entries.end(),
+                                      [&](const BatchEntry& entry) { return entry.sequence == candidate; });
+    if (!in_batch && candidate->kv->pages.size() > 0) {
+      return candidate;
+    }
+  }
+  return nullptr;
+}
+
+bool Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
+  while (!sequence.kv->try_extend(geometry_, tokens)) {
+    if (reclaim_idle()) {
+      continue;
+    }
+    Sequence* victim = preemption_victim(sequence, batch);
+    if (victim == nullptr) {
+      return false;
+    }
+    preempt(*victim);
+  }
+  return true;
+}
+
+void Scheduler::give_back(Sequence& sequence) {
+  if (sequence.slot > 0) {
+    adapters_.release(sequence.slot);
+  }
+  sequence.slot = 0;
+  if (sequence.batch_row >= 0) {
+    free_rows_.push_back(sequence.batch_row);
+  }
+  sequence.batch_row = -1;
+  sequence.token_state_ready = false;
+}
+
+void Scheduler::preempt(Sequence& sequence) {
+  const auto at =
+      std::find_if(running_.begin(), running_.end(), [&](const auto& held) { return held.get() == &sequence; });
+  MOELORA_ASSERT(at != running_.end());
+  std::shared_ptr<Sequence> owner = *at;
+  running_.erase(at);
+  sequence.kv->truncate(geometry_, 0);
+  give_back(sequence);
+  sequence.state = SequenceState::kWaiting;
+  ++sequence.result.preemptions;
+  ++num_preemptions_;
+  insert_waiting(std::move(owner));
+}
+
+bool Scheduler::preempt_paused() {
+  for (size_t i = running_.size(); i-- > 0;) {
+    if (is_paused(*running_[i])) {
+      preempt(*running_[i]);
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Scheduler::may_be_overtaken(Sequence& sequence) const {
+  const Adapter* adapter = sequence.request().adapter.get();
+  const bool waits_for_pins = adapter != nullptr && sequence.row_scale != 0.0f && !adapters_.can_place(*adapter);
+  return waits_for_pins || ++sequence.num_overtaken <= kOvertakenMax;
+}
+
+}  // namespace moelora
