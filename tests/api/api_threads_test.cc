@@ -18,16 +18,20 @@ moelora_status read_one(moelora_engine* engine, moelora_request request, int32_t
   return moelora_request_read(engine, request, timeout_ms, &token, 1, nullptr, 0, nullptr, nullptr);
 }
 
-// An engine where `blocked` waits for ever: the only place in the batch is held by a request that nobody reads.
+// An engine where `blocked` waits for ever: the only adapter slot is held by another adapter that the host has pinned.
 struct Stuck {
   Host host;
-  moelora_request holder;
-  moelora_request blocked;
-  Stuck() : host(options()), holder(host.submit(kPrompt, 64)), blocked(host.submit(kPrompt, 8)) {}
+  moelora_adapter pinned;
+  moelora_adapter waiting;
+  moelora_request blocked = 0;
+  Stuck() : host(options()), pinned(host.load("attn")), waiting(host.load("rslora")) {
+    CHECK(host.answer(kPrompt, 1, pinned).size() == 1);  // resident now
+    REQUIRE(moelora_adapter_pin(host.engine, pinned, nullptr) == MOELORA_OK);
+    blocked = host.submit(kPrompt, 8, waiting);
+  }
   static Options options() {
     Options options;
-    options.max_num_sequences = 1;
-    options.output_buffer_tokens = 1;
+    options.max_adapters_resident = 1;
     return options;
   }
 };
@@ -64,7 +68,8 @@ TEST_CASE("the last release wakes every waiting call") {
   auto stuck = std::make_unique<Stuck>();
   moelora_engine* engine = stuck->host.engine;
   const moelora_request blocked = stuck->blocked;
-  const moelora_request watched = stuck->host.build(kPrompt, 8);
+  const moelora_adapter waiting = stuck->waiting;
+  const moelora_request watched = stuck->host.build(kPrompt, 8, stuck->waiting);
   REQUIRE(moelora_request_set_queue(engine, watched, queue, 5, nullptr) == MOELORA_OK);
   REQUIRE(moelora_request_submit(engine, watched, nullptr) == MOELORA_OK);
   std::atomic<moelora_status> read{99}, drained{99}, generated{99};
@@ -77,7 +82,7 @@ TEST_CASE("the last release wakes every waiting call") {
     int32_t tokens[16];
     size_t n = 0;
     ++inside;
-    generated = moelora_generate_tokens(engine, 0, 1.0f, kPrompt.data(), kPrompt.size(), nullptr, tokens, 16, &n,
+    generated = moelora_generate_tokens(engine, waiting, 1.0f, kPrompt.data(), kPrompt.size(), nullptr, tokens, 16, &n,
                                         nullptr, nullptr);
   });
   while (inside < 2) {

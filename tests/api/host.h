@@ -45,6 +45,7 @@ inline moelora_sampling greedy(int32_t max_tokens) {
 struct Options {
   int64_t max_num_sequences = 8;
   int64_t output_buffer_tokens = 4096;
+  int64_t max_adapters_resident = 64;
   int64_t max_queued_requests = 1024;
   std::string overrun = "pause";
 };
@@ -61,6 +62,7 @@ class Host {
     set(config, "max_num_sequences", options.max_num_sequences);
     set(config, "max_batch_tokens", 64);
     set(config, "output_buffer_tokens", options.output_buffer_tokens);
+    set(config, "max_adapters_resident", options.max_adapters_resident);
     set(config, "max_queued_requests", options.max_queued_requests);
     REQUIRE(moelora_config_set_str(config, "overrun", MOELORA_STRLEN, options.overrun.c_str(), MOELORA_STRLEN, err) ==
             MOELORA_OK);
