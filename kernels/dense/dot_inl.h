@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of stored weight rows with packed activation rows: the microkernels under linear, moe_gate_up and
-// moe_down. Two ways to the same bits: dot_stored widens weights to fp32 in registers (few rows: the weights come
-// from memory once and bandwidth is the limit), dot_widened reads a tile that dot_stored left in fp32 when it
-// did the first rows (many rows: widening once is cheaper). Both sum each (row, output) in the same order, see
-// kSlice, so a row's bits do not depend on which of them ran, nor on how many rows ran with it.
+// moe_down for up to some hundred rows. dot_stored widens weights to fp32 in registers (few rows: the weights come
+// from memory once and bandwidth is the limit), dot_widened reads a tile that dot_stored left in fp32 when it did
+// the first rows. Each (row, output) is summed in the order that kSlice tells, which outer_inl.h reproduces for
+// very many rows: a row's bits do not depend on which of the three ran, nor on how many rows ran with it.
 #if defined(MOELORA_KERNELS_DENSE_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOELORA_KERNELS_DENSE_DOT_INL_H_
 #undef MOELORA_KERNELS_DENSE_DOT_INL_H_
@@ -20,10 +20,12 @@ HWY_BEFORE_NAMESPACE();
 namespace moelora {
 namespace HWY_NAMESPACE {
 
-constexpr int kGroup = 4;                           // outputs of a microkernel
-constexpr int kPanel = kLanes == 16 ? 6 : 3;        // rows of a microkernel: 24 (12) accumulators
+constexpr int kGroup = 4;                     // outputs of a microkernel
+constexpr int kPanel = kLanes == 16 ? 6 : 3;  // rows of a microkernel: 24 (12) accumulators
 
-constexpr int64_t padded_k(int64_t k) { return (k + 63) / 64 * 64; }
+constexpr int64_t padded_k(int64_t k) {
+  return (k + 63) / 64 * 64;
+}
 
 // Nearest bf16, ties to even, kept in 32 bits; NaN stays NaN. As f32_to_bf16.
 HWY_INLINE FloatVec round_to_bf16(FloatVec value) {
@@ -45,7 +47,9 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
     const float* from = x + block;
     float rest[kBlock] = {};
     if (block + kBlock > k) {
-      for (int64_t i = 0; block + i < k; ++i) rest[i] = x[block + i];
+      for (int64_t i = 0; block + i < k; ++i) {
+        rest[i] = x[block + i];
+      }
       from = rest;
     }
     FloatVec low = hn::LoadU(d, from);
@@ -61,8 +65,7 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
 }
 
 // k is cut into slices of 1024: a slice's products are summed in the lanes of one accumulator for each (row,
-// output), reduce4 makes a number of it, and the numbers are added in the order of the slices. So what waits
-// between slices is one float and not a vector, and six slices of activations fit L1.
+// output), reduce4 makes a number of it, and the numbers are added in the order of the slices.
 constexpr int64_t kSlice = 1024;
 
 // Where the sums of four outputs go: sums[r * stride + o]. first: nothing is there yet.
@@ -76,7 +79,9 @@ template <int kRows>
 HWY_INLINE void clear(FloatVec* acc) {
   const FloatTag d;
 #pragma GCC unroll 32
-  for (int i = 0; i < kRows * kGroup; ++i) acc[i] = hn::Zero(d);
+  for (int i = 0; i < kRows * kGroup; ++i) {
+    acc[i] = hn::Zero(d);
+  }
 }
 
 template <int kRows>
@@ -105,13 +110,17 @@ HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, in
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
     weights[o] = load_half<kDtype, kHalf>(block.first + o * block.stride);
-    if constexpr (kWiden) hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
+    if constexpr (kWiden) {
+      hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
+    }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     const FloatVec value = hn::LoadU(d, x[r] + at + kHalf * kLanes);
 #pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(weights[o], value, acc[r * kGroup + o]);
+    for (int o = 0; o < kGroup; ++o) {
+      acc[r * kGroup + o] = hn::MulAdd(weights[o], value, acc[r * kGroup + o]);
+    }
   }
 }
 
@@ -132,14 +141,20 @@ HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t
 #pragma GCC unroll 4
     for (int o = 0; o < kGroup; ++o) {
 #pragma GCC unroll 4
-      for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(near + o * stride + line, 0, 3);
+      for (int64_t line = 0; line < kBytes; line += 64) {
+        __builtin_prefetch(near + o * stride + line, 0, 3);
+      }
     }
   }
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
-    if (o == 2 && !ahead.four) break;
+    if (o == 2 && !ahead.four) {
+      break;
+    }
 #pragma GCC unroll 4
-    for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(following + o * stride + line, 0, 2);
+    for (int64_t line = 0; line < kBytes; line += 64) {
+      __builtin_prefetch(following + o * stride + line, 0, 2);
+    }
   }
 }
 
@@ -152,7 +167,9 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
   const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
   const float* x[kRows];
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) x[r] = rows[r];
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = rows[r];
+  }
   const uint8_t* following = ahead.following;
   int64_t at = 0;
   while (at < count) {
@@ -169,7 +186,9 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
       multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
       block.first += kBytes;
       following += kBytes;
-      if constexpr (kWiden) widened += 2 * kGroup * kLanes;
+      if constexpr (kWiden) {
+        widened += 2 * kGroup * kLanes;
+      }
     }
     if (at < end) {  // what follows the row in memory may be anything: zeros instead
       alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
@@ -195,16 +214,25 @@ HWY_INLINE void dot_widened(const float* HWY_RESTRICT group, const float* const*
   clear<kRows>(acc);
   const float* x[kRows];
 #pragma GCC unroll 6
-  for (int r = 0; r < kRows; ++r) x[r] = rows[r];
-  for (int64_t v = 0; v < vectors; ++v) {
-    FloatVec w[kGroup];
+  for (int r = 0; r < kRows; ++r) {
+    x[r] = rows[r];
+  }
+  for (int64_t pair = 0; pair < vectors; pair += 2) {  // vectors come in pairs; unrolled for the loop's own cost
+#pragma GCC unroll 2
+    for (int64_t v = pair; v < pair + 2; ++v) {
+      FloatVec w[kGroup];
 #pragma GCC unroll 4
-    for (int o = 0; o < kGroup; ++o) w[o] = hn::Load(d, group + (v * kGroup + o) * kLanes);
+      for (int o = 0; o < kGroup; ++o) {
+        w[o] = hn::Load(d, group + (v * kGroup + o) * kLanes);
+      }
 #pragma GCC unroll 6
-    for (int r = 0; r < kRows; ++r) {
-      const FloatVec value = hn::LoadU(d, x[r] + v * kLanes);
+      for (int r = 0; r < kRows; ++r) {
+        const FloatVec value = hn::LoadU(d, x[r] + v * kLanes);
 #pragma GCC unroll 4
-      for (int o = 0; o < kGroup; ++o) acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
+        for (int o = 0; o < kGroup; ++o) {
+          acc[r * kGroup + o] = hn::MulAdd(w[o], value, acc[r * kGroup + o]);
+        }
+      }
     }
   }
   add_slice<kRows>(acc, to);

@@ -33,7 +33,9 @@ HWY_INLINE void silu_multiply(const float* gate, const float* up, int64_t count,
   for (; j + kLanes <= count; j += kLanes) {
     hn::StoreU(silu_multiply(hn::LoadU(d, gate + j), hn::LoadU(d, up + j)), d, out + j);
   }
-  if (j == count) return;
+  if (j == count) {
+    return;
+  }
   float buffer[3 * kLanes] = {};
   std::copy_n(gate + j, count - j, buffer);
   std::copy_n(up + j, count - j, buffer + kLanes);

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // From microkernels to a tile: the products of a set of rows with some consecutive rows of one or two weight
-// matrices, and the loop that hands tiles to workers. linear, moe_gate_up and moe_down differ only in where
-// the rows come from and in what `finish` does with a block of sums (LoRA, bias, silu, store).
+// matrices, by dots (dot_inl.h) or by classes (outer_inl.h), and the loop that hands tiles to workers. linear,
+// moe_gate_up and moe_down differ only in where the rows come from and in what `finish` does with a block of
+// sums (LoRA, bias, silu, store).
 #if defined(MOELORA_KERNELS_DENSE_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef MOELORA_KERNELS_DENSE_TILE_INL_H_
 #undef MOELORA_KERNELS_DENSE_TILE_INL_H_
@@ -14,23 +15,26 @@
 #include <type_traits>
 
 #include "kernels/base/stream.h"
-#include "kernels/dense/dot_inl.h"
+#include "kernels/dense/outer_inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace moelora {
 namespace HWY_NAMESPACE {
 
-constexpr int kMaxTileOutputs = 64;   // of one matrix
-constexpr int kRowBlock = 96;         // rows whose sums wait for `finish` together; a multiple of kPanel
-constexpr int kDirectRows = 12;       // up to here a tile is read in place
-constexpr size_t kSumsFloats = size_t{2} * kRowBlock * kMaxTileOutputs;
+constexpr int kTileOutputs = 64;   // of all matrices of a tile; also the stride of its sums
+constexpr int kTileRows = 512;     // rows of a tile by classes whose sums wait for `finish` together
+constexpr int kDotRows = 96;       // the same of other tiles; a multiple of kPanel
+constexpr int kInPlaceRows = 36;   // up to here a tile is read in place (measured)
+constexpr int kClassesRows = 192;  // from here on tiles go by classes (measured)
 constexpr size_t kWidenedBytes = 1u << 20;
-constexpr size_t kTileScratchBytes = kSumsFloats * sizeof(float) + kWidenedBytes;
+constexpr size_t kTileScratchBytes =
+    size_t{kTileRows} * kTileOutputs * sizeof(float) + std::max(kWidenedBytes, size_t{kOuterFloats} * sizeof(float));
 
-// Rows of activations in pack order: row i is packed + stride * (index ? index[begin + i] : begin + i).
+// Rows of activations as pack_rows made them: row i is packed + stride * (index ? index[begin + i] : begin + i).
 struct TileRows {
   const float* packed;
   int64_t stride;
+  bool by_classes;  // packed for outer_inl.h
   const int32_t* index;
   int32_t begin;
   int32_t count;
@@ -39,32 +43,55 @@ struct TileRows {
   }
 };
 
-// `count` consecutive weight rows starting at `data`, of each of `matrices` matrices.
+// `count` consecutive weight rows starting at `data`, of each of `matrices` matrices; none: no tile.
 struct TileWeights {
   const uint8_t* data[2];
   int32_t matrices;
   int32_t count;
 };
 
-// Outputs of a tile (of each matrix): a multiple of 8, so that tiles meet the cores of LoRA's B; few enough that a
-// widened tile fits and that `total` outputs make several tiles for every worker.
-inline int32_t tile_outputs(int32_t k, int32_t matrices, int32_t rows, int64_t total, int threads) {
+// Outputs of a tile, of each matrix: a multiple of 8, so that tiles meet the cores of LoRA's B. By classes as many as
+// registers are made for; else few enough that a widened tile stays in L2 beside its rows and that `total` outputs
+// make several tiles for every worker.
+inline int32_t tile_outputs(int32_t k, int32_t matrices, bool by_classes, int64_t total, int threads) {
+  if (by_classes) {
+    return kTileOutputs / matrices;
+  }
   const int64_t fit = static_cast<int64_t>(kWidenedBytes / 2) / (padded_k(k) * 4 * matrices);
-  const int64_t share = total / (4 * threads);
-  const int64_t most = rows > kDirectRows ? kMaxTileOutputs : 32;
-  return static_cast<int32_t>(std::clamp<int64_t>(std::min(fit, share) / 8 * 8, 8, most));
+  const int64_t share = total / (32 * threads);
+  return static_cast<int32_t>(std::clamp<int64_t>(std::min(fit, share) / 8 * 8, 8, kTileOutputs));
 }
 
-// Calls run(std::integral_constant<int, rows>) for rows in [1, kPanel].
-template <class Run>
+// A row of k elements in the order that the tiles of this op read.
+inline void pack_tile_row(const float* x, int32_t k, PackOrder order, Compute compute, bool by_classes, float* packed,
+                          std::byte* scratch) {
+  if (!by_classes) {
+    return pack_row(x, k, order, compute, packed);
+  }
+  float* const slice = reinterpret_cast<float*>(scratch);
+  for (int32_t at = 0; at < k; at += kSlice) {
+    const int32_t count = std::min<int32_t>(k - at, kSlice);
+    pack_row(x + at, count, order, compute, slice);
+    order_by_classes(slice, count, packed + at);
+  }
+}
+
+// Calls run(std::integral_constant<int, rows>) for rows in [1, kMost], kMost 3 or 6.
+template <int kMost, class Run>
 HWY_INLINE void with_rows(int32_t rows, const Run& run) {
   switch (rows) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    case 4: return run(std::integral_constant<int, std::min(4, kPanel)>());
-    case 5: return run(std::integral_constant<int, std::min(5, kPanel)>());
-    default: return run(std::integral_constant<int, kPanel>());
+    case 1:
+      return run(std::integral_constant<int, 1>());
+    case 2:
+      return run(std::integral_constant<int, 2>());
+    case 3:
+      return run(std::integral_constant<int, 3>());
+    case 4:
+      return run(std::integral_constant<int, std::min(4, kMost)>());
+    case 5:
+      return run(std::integral_constant<int, std::min(5, kMost)>());
+    default:
+      return run(std::integral_constant<int, kMost>());
   }
 }
 
@@ -80,27 +107,30 @@ struct Panel {
   int32_t count;
 };
 
-// Brings memory that this worker reads later into L2, a few lines at a time between microkernels.
-struct Prefetcher {
-  const uint8_t* at = nullptr;
-  const uint8_t* end = nullptr;
-  int64_t lines_a_call = 0;
+// Brings the next tile into L2, a few lines at a time in about `calls` steps.
+class Prefetcher {
+ public:
+  Prefetcher(const TileWeights& tile, int64_t row_bytes, int64_t calls)
+      : tile_(tile), bytes_(tile.count * row_bytes), lines_(tile.matrices * bytes_ / 64 / calls + 1) {}
   HWY_INLINE void step() {
-    for (int64_t line = 0; line < lines_a_call && at < end; ++line, at += 64) __builtin_prefetch(at, 0, 2);
+    for (int64_t line = 0; line < lines_ && matrix_ < tile_.matrices; ++line) {
+      __builtin_prefetch(tile_.data[matrix_] + at_, 0, 2);
+      at_ += 64;
+      if (at_ < bytes_) {
+        continue;
+      }
+      at_ = 0;
+      ++matrix_;
+    }
   }
-};
 
-// One tile of one matrix and where its microkernels work.
-struct TileMatrix {
-  const uint8_t* data;
-  int32_t count;
-  int32_t k;
-  float* widened;  // [group][vector of k][4][L]
-  float* sums;     // [rows, kMaxTileOutputs]
+ private:
+  const TileWeights& tile_;
+  int64_t bytes_;
+  int64_t lines_;
+  int64_t at_ = 0;
+  int32_t matrix_ = 0;
 };
-
-// kInPlace reads stored weights, kWiden also leaves them in fp32, kWidened reads what kWiden left.
-enum class Source : uint8_t { kInPlace, kWiden, kWidened };
 
 // The outputs of a tile in groups of four. The last group of a count that four does not divide overlaps the one
 // before it (the same products twice); fewer than four outputs are taken one by one. Group g leaves its sums
@@ -111,8 +141,10 @@ struct Groups {
   [[nodiscard]] int32_t row(int32_t g) const { return single() ? g : std::min(g * kGroup, outputs_ - kGroup); }
   [[nodiscard]] bool single() const { return outputs_ < kGroup; }
   void compact(float* sums, int32_t rows) const {
-    if (outputs_ % kGroup == 0) return;
-    for (int32_t r = 0; r < rows; ++r, sums += kMaxTileOutputs) {
+    if (outputs_ % kGroup == 0) {
+      return;
+    }
+    for (int32_t r = 0; r < rows; ++r, sums += kTileOutputs) {
       for (int32_t g = single() ? 1 : count - 1; g < count; ++g) {
         std::copy_n(sums + g * kGroup, single() ? 1 : kGroup, sums + row(g));
       }
@@ -124,37 +156,52 @@ struct Groups {
   int32_t outputs_;
 };
 
-// Sums of at most kDirectRows rows. kInPlace runs over the whole of k for four weight rows at a time, as they lie
-// in memory, and reads ahead (into `ahead`, which may be null, after the last). The other two run slice of k by
-// slice, so that the slices of a panel's rows stay in L1 while the tile passes by, and drain `next`.
+// kInPlace reads stored weights, kWiden also leaves them in fp32, kWidened reads what kWiden left.
+enum class Source : uint8_t { kInPlace, kWiden, kWidened };
+
+struct DotTile {
+  const uint8_t* data;  // weight rows
+  int32_t outputs;
+  int32_t k;
+  float* widened;  // [group][vector of k][4][L]
+  float* sums;     // [rows, kTileOutputs]
+};
+
+// Sums of some rows in the way of dot_inl.h. kInPlace runs over the whole of k for four weight rows at a time, as they
+// lie in memory, and reads ahead (into `ahead`, which may be null, after the last). The other two run slice of k by
+// slice, so that the slices of one panel's rows stay in L1 while the tile passes by, and drain `next`.
 template <Dtype kDtype, Source kSource>
-HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t rows, const uint8_t* ahead,
+HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t rows, const uint8_t* ahead,
                          Prefetcher& next) {
   constexpr auto kBytes = static_cast<int64_t>(dtype_bytes(kDtype));
-  const Groups groups(w.count);
-  const int64_t vectors = (w.k + kBlock - 1) / kBlock * 2;
+  const Groups groups(tile.outputs);
+  const int64_t stride = groups.single() ? 0 : tile.k * kBytes;
+  const int64_t vectors = (tile.k + kBlock - 1) / kBlock * 2;
   const int32_t panels = Panel::ceil_panels(rows);
-  const int64_t depth = kSource == Source::kInPlace ? w.k : kSlice;
-  for (int64_t at = 0; at < w.k; at += depth) {
-    const int64_t count = std::min<int64_t>(w.k - at, depth);
+  const int64_t depth = kSource == Source::kInPlace ? tile.k : kSlice;
+  for (int64_t at = 0; at < tile.k; at += depth) {
+    const int64_t count = std::min<int64_t>(tile.k - at, depth);
     for (int32_t g = 0; g < groups.count; ++g) {
-      const int64_t stride = groups.single() ? 0 : w.k * kBytes;
-      const StoredRows stored{w.data + groups.row(g) * w.k * kBytes + at * kBytes, stride};
-      const bool more = g + 1 < groups.count;
-      const uint8_t* following = more || ahead == nullptr ? stored.first + kGroup * stride : ahead;
-      float* const widened = w.widened + (g * vectors + at / kLanes) * kGroup * kLanes;
-      if constexpr (kSource != Source::kInPlace) next.step();
+      const StoredRows stored{tile.data + groups.row(g) * tile.k * kBytes + at * kBytes, stride};
+      const uint8_t* following = g + 1 < groups.count || ahead == nullptr ? stored.first + kGroup * stride : ahead;
+      float* const widened = tile.widened + (g * vectors + at / kLanes) * kGroup * kLanes;
+      if constexpr (kSource != Source::kInPlace) {
+        next.step();
+      }
       for (int32_t p = 0; p < panels; ++p) {
         const Panel panel(p, rows);
         const float* panel_x[kPanel];
-        for (int32_t r = 0; r < panel.count; ++r) panel_x[r] = x[panel.begin + r] + at;
-        const Sums to{at == 0, w.sums + panel.begin * kMaxTileOutputs + g * kGroup, kMaxTileOutputs};
-        with_rows(panel.count, [&](auto panel_rows) HWY_ATTR {
+        for (int32_t r = 0; r < panel.count; ++r) {
+          panel_x[r] = x[panel.begin + r] + at;
+        }
+        const Sums to{at == 0, tile.sums + panel.begin * kTileOutputs + g * kGroup, kTileOutputs};
+        with_rows<kPanel>(panel.count, [&](auto panel_rows) HWY_ATTR {
           if constexpr (kSource == Source::kWidened) {
             dot_widened<panel_rows>(widened, panel_x, (count + kBlock - 1) / kBlock * 2, to);
           } else if constexpr (kSource == Source::kWiden) {
             dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, to);
           } else {
+            // Two panels share the work of reading ahead, so that memory is busy while each of them computes.
             const ReadAhead read{following + p % 2 * 2 * stride, p == 0, panels == 1};
             dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, to);
           }
@@ -164,58 +211,134 @@ HWY_INLINE void sum_rows(const TileMatrix& w, const float* const* x, int32_t row
   }
 }
 
-// Computes one tile; finish(first row, rows, sums) sees each block of rows, sums[m][r * kMaxTileOutputs + j].
-// `ahead` (may be null): the weights of the tile that this worker runs next.
-template <Dtype kDtype, class Finish>
-HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, const uint8_t* ahead,
-                         std::byte* scratch, const Finish& finish) {
-  float* const first_sums = reinterpret_cast<float*>(scratch);
-  float* const sums[2] = {first_sums, first_sums + kSumsFloats / 2};
-  float* const widened = first_sums + kSumsFloats;
+// Sums of a block of at most kDotRows rows of a tile; `first`: nothing of the tile is widened yet.
+template <Dtype kDtype>
+HWY_INLINE void sum_by_dots(const TileWeights& w, int32_t k, bool in_place, bool first, const float* const* x,
+                            int32_t rows, float* widened, float* const* sums, const TileWeights& next_tile,
+                            Prefetcher& next) {
   const int64_t matrix_floats = Groups(w.count).count * kGroup * padded_k(k);
-  const bool direct = rows.count <= kDirectRows ||
-                      matrix_floats * w.matrices * static_cast<int64_t>(sizeof(float)) >
-                          static_cast<int64_t>(kWidenedBytes);
-  const int32_t blocks = (rows.count + kRowBlock - 1) / kRowBlock;
-  Prefetcher next;
-  if (!direct && ahead != nullptr) {
-    const int64_t bytes = w.count * static_cast<int64_t>(k) * static_cast<int64_t>(dtype_bytes(kDtype));
-    next = {ahead, ahead + bytes, 0};
-    next.lines_a_call =
-        bytes / 64 / (Panel::ceil_panels(rows.count) * ((k + kSlice - 1) / kSlice) * Groups(w.count).count) + 1;
-  }
-  for (int32_t b = 0; b < blocks; ++b) {
-    const int32_t begin = b * rows.count / blocks;
-    const int32_t count = (b + 1) * rows.count / blocks - begin;
-    const float* x[kRowBlock];
-    for (int32_t r = 0; r < count; ++r) x[r] = rows.row(begin + r);
-    for (int32_t m = 0; m < w.matrices; ++m) {
-      TileMatrix matrix{w.data[m], w.count, k, widened + m * matrix_floats, sums[m]};
-      const int32_t step = direct ? kDirectRows : kPanel;
-      for (int32_t r = 0; r < count; r += step, matrix.sums += step * kMaxTileOutputs) {
-        const int32_t step_rows = std::min(step, count - r);
-        if (direct) {
-          sum_rows<kDtype, Source::kInPlace>(matrix, x + r, step_rows,
-                                             m + 1 < w.matrices ? w.data[m + 1] : ahead, next);
-        } else if (b == 0 && r == 0) {
-          sum_rows<kDtype, Source::kWiden>(matrix, x + r, step_rows, nullptr, next);
+  for (int32_t m = 0; m < w.matrices; ++m) {
+    DotTile tile{w.data[m], w.count, k, widened + m * matrix_floats, sums[m]};
+    if (in_place) {
+      const uint8_t* after = m + 1 < w.matrices ? w.data[m + 1] : next_tile.matrices > 0 ? next_tile.data[0] : nullptr;
+      sum_rows<kDtype, Source::kInPlace>(tile, x, rows, after, next);
+    } else {
+      for (int32_t r = 0; r < rows; r += kPanel, tile.sums += kPanel * kTileOutputs) {
+        const int32_t panel_rows = std::min(kPanel, rows - r);
+        if (first && r == 0) {
+          sum_rows<kDtype, Source::kWiden>(tile, x + r, panel_rows, nullptr, next);
         } else {
-          sum_rows<kDtype, Source::kWidened>(matrix, x + r, step_rows, nullptr, next);
+          sum_rows<kDtype, Source::kWidened>(tile, x + r, panel_rows, nullptr, next);
         }
       }
     }
-    for (int32_t m = 0; m < w.matrices; ++m) Groups(w.count).compact(sums[m], count);
+    Groups(w.count).compact(sums[m], rows);
+  }
+}
+
+// Sums of one slice of k of kOuterOutputs weight rows: all classes for kStackRows rows at a time.
+template <Dtype kDtype>
+HWY_INLINE void sum_slice(const uint8_t* const* weights, int64_t at, int64_t count, const float* const* x, int32_t rows,
+                          float* scratch, float* sums, Prefetcher& next) {
+  float* const stack = scratch;
+  float* const transposed = stack + kStackFloats;
+  const int64_t blocks = (count + kBlock - 1) / kBlock;
+  transpose_slice<kDtype>(weights, at, count, transposed);
+  for (int32_t begin = 0; begin < rows; begin += kStackRows) {
+    const int32_t block_rows = std::min(rows - begin, kStackRows);
+    const int32_t panels = (block_rows + kOuterRows - 1) / kOuterRows;
+    for (int i = 0; i < kLanes; ++i) {
+      const int64_t lane = class_at(i);
+      const float* values = transposed + lane * kClassFloats;
+      for (int32_t p = 0; p < panels; ++p) {
+        next.step();
+        const int32_t first = p * block_rows / panels;
+        const int32_t panel_rows = (p + 1) * block_rows / panels - first;
+        const float* panel_x[kOuterRows];
+        for (int32_t r = 0; r < panel_rows; ++r) {
+          panel_x[r] = x[begin + first + r] + at + lane * 2 * blocks;
+        }
+        // The rows that come next, from L2 or beyond: those of the next panel, or of the first in the next class.
+        const bool more = p + 1 < panels;
+        const int64_t next_at = at + (more || i + 1 == kLanes ? lane : class_at(i + 1)) * 2 * blocks;
+        for (int32_t r = 0; r < kOuterRows; ++r) {
+          const float* from = x[begin + std::min((more ? first + panel_rows : 0) + r, block_rows - 1)] + next_at;
+          for (int64_t step = 0; step < 2 * blocks; step += 16) {
+            __builtin_prefetch(from + step, 0, 3);
+          }
+        }
+        const Sums to{at == 0, sums + (begin + first) * kTileOutputs, kTileOutputs};
+        with_rows<kOuterRows>(panel_rows, [&](auto row_count) HWY_ATTR {
+          run_class<row_count>(values, panel_x, 2 * blocks, __builtin_ctz(~static_cast<unsigned>(i)), i + 1 == kLanes,
+                               stack + first * kOuterOutputs, to);
+        });
+      }
+    }
+  }
+}
+
+// Sums of all outputs of a tile through transposed slices. Outputs that a tile lacks repeat the last one.
+template <Dtype kDtype>
+HWY_INLINE void sum_by_classes(const TileWeights& w, int32_t k, const float* const* x, int32_t rows, float* scratch,
+                               float* sums, Prefetcher& next) {
+  const int64_t row_bytes = k * static_cast<int64_t>(dtype_bytes(kDtype));
+  const int32_t each = kTileOutputs / w.matrices;
+  for (int32_t n = 0; n < kTileOutputs; n += kOuterOutputs) {
+    if (n % each >= w.count) {
+      continue;
+    }
+    const uint8_t* weights[kOuterOutputs];
+    for (int32_t o = 0; o < kOuterOutputs; ++o) {
+      weights[o] = w.data[(n + o) / each] + std::min((n + o) % each, w.count - 1) * row_bytes;
+    }
+    for (int64_t at = 0; at < k; at += kSlice) {
+      sum_slice<kDtype>(weights, at, std::min<int64_t>(k - at, kSlice), x, rows, scratch, sums + n, next);
+    }
+  }
+}
+
+// Computes one tile; finish(first row, rows, sums) sees each block of rows: matrix m's output j of row r is
+// sums[m][r * kTileOutputs + j]. `next_tile` is what this worker runs next: prefetched meanwhile.
+template <Dtype kDtype, class Finish>
+HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, const TileWeights& next_tile,
+                         std::byte* scratch, const Finish& finish) {
+  float* const base = reinterpret_cast<float*>(scratch);
+  float* const work = base + kTileRows * kTileOutputs;
+  float* const sums[2] = {base, base + (rows.by_classes ? kTileOutputs / 2 : kDotRows * kTileOutputs)};
+  const auto widened_bytes =
+      Groups(w.count).count * kGroup * padded_k(k) * w.matrices * static_cast<int64_t>(sizeof(float));
+  const bool in_place = rows.count <= kInPlaceRows || widened_bytes > static_cast<int64_t>(kWidenedBytes);
+  const int64_t panels = Panel::ceil_panels(rows.count) * ((k + kSlice - 1) / kSlice);
+  Prefetcher next(next_tile, k * static_cast<int64_t>(dtype_bytes(kDtype)),
+                  panels * (rows.by_classes ? kLanes : Groups(w.count).count * w.matrices));
+  const int32_t most = rows.by_classes ? kTileRows : kDotRows;
+  const int32_t blocks = (rows.count + most - 1) / most;
+  for (int32_t b = 0; b < blocks; ++b) {
+    const int32_t begin = static_cast<int32_t>(static_cast<int64_t>(b) * rows.count / blocks);
+    const int32_t count = static_cast<int32_t>(static_cast<int64_t>(b + 1) * rows.count / blocks) - begin;
+    const float* x[kTileRows];
+    for (int32_t r = 0; r < count; ++r) {
+      x[r] = rows.row(begin + r);
+    }
+    if (rows.by_classes) {
+      sum_by_classes<kDtype>(w, k, x, count, work, base, next);
+    } else {
+      sum_by_dots<kDtype>(w, k, in_place, b == 0, x, count, work, sums, next_tile, next);
+    }
     finish(begin, count, sums);
   }
 }
 
 template <class Finish>
-HWY_INLINE void run_tile(Dtype dtype, const TileWeights& w, const TileRows& rows, int32_t k, const uint8_t* ahead,
+HWY_INLINE void run_tile(Dtype dtype, const TileWeights& w, const TileRows& rows, int32_t k, const TileWeights& next,
                          std::byte* scratch, const Finish& finish) {
   switch (dtype) {
-    case Dtype::kF32: return run_tile<Dtype::kF32>(w, rows, k, ahead, scratch, finish);
-    case Dtype::kF16: return run_tile<Dtype::kF16>(w, rows, k, ahead, scratch, finish);
-    case Dtype::kBf16: return run_tile<Dtype::kBf16>(w, rows, k, ahead, scratch, finish);
+    case Dtype::kF32:
+      return run_tile<Dtype::kF32>(w, rows, k, next, scratch, finish);
+    case Dtype::kF16:
+      return run_tile<Dtype::kF16>(w, rows, k, next, scratch, finish);
+    case Dtype::kBf16:
+      return run_tile<Dtype::kBf16>(w, rows, k, next, scratch, finish);
   }
 }
 

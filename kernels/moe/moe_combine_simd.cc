@@ -29,7 +29,9 @@ HWY_INLINE void add_scaled(const float* from, float scale, int32_t count, float*
   for (; j + kLanes <= count; j += kLanes) {
     hn::StoreU(hn::MulAdd(factor, hn::LoadU(d, from + j), hn::LoadU(d, to + j)), d, to + j);
   }
-  for (; j < count; ++j) to[j] += scale * from[j];
+  for (; j < count; ++j) {
+    to[j] += scale * from[j];
+  }
 }
 
 void combine(const MoeCombineArgs& args, int64_t t, int32_t begin, int32_t count) {
@@ -39,8 +41,7 @@ void combine(const MoeCombineArgs& args, int64_t t, int32_t begin, int32_t count
     add_scaled(args.down.row(args.order.pair_position[pair]) + begin, args.weights[pair], count, sum);
   }
   if (args.shared.data != nullptr) {
-    const float gate =
-        args.shared_gate.data == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(-args.shared_gate.row(t)[0]));
+    const float gate = args.shared_gate.data == nullptr ? 1.0f : 1.0f / (1.0f + std::exp(-args.shared_gate.row(t)[0]));
     add_scaled(args.shared.row(t) + begin, gate, count, sum);
   }
   add_scaled(sum, 1.0f, count, args.hidden.row(t) + begin);
@@ -59,7 +60,9 @@ void combine_dispatch(const MoeCombineArgs& args, Stream& stream) {
 HWY_AFTER_NAMESPACE();
 #else
 namespace moelora::HWY_NAMESPACE {
-void combine_dispatch(const MoeCombineArgs& args, Stream& stream) { moe_combine_cpu(args, stream); }
+void combine_dispatch(const MoeCombineArgs& args, Stream& stream) {
+  moe_combine_cpu(args, stream);
+}
 }  // namespace moelora::HWY_NAMESPACE
 #endif
 

@@ -21,18 +21,20 @@ namespace {
 struct DownPlan {
   const MoeDownArgs* args;
   PackOrder order;
+  bool by_classes;  // many rows for most experts
   float* packed;    // [T * K, padded_k]
   ExpertLora lora;
   int32_t outputs;  // of a tile
 };
 
 // One item of phase one: packs pair `item`, or shrinks eight ranks of one pair.
-void prepare(const DownPlan& plan, int32_t item) {
+void prepare(const DownPlan& plan, int32_t item, std::byte* scratch) {
   const MoeDownArgs& args = *plan.args;
   const int32_t k = args.down.cols;
   const int32_t pairs = args.num_rows * args.top_k;
   if (item < pairs) {
-    pack_row(args.act.row(item), k, plan.order, args.compute, plan.packed + item * padded_k(k));
+    pack_tile_row(args.act.row(item), k, plan.order, args.compute, plan.by_classes, plan.packed + item * padded_k(k),
+                  scratch);
     return;
   }
   const int32_t panels = ceil_div(plan.lora.batch->max_rank, kTileRanks);
@@ -40,24 +42,20 @@ void prepare(const DownPlan& plan, int32_t item) {
               [&](int32_t pair) { return args.act.row(pair); });
 }
 
-const uint8_t* expert_rows(const ExpertWeights& weights, int32_t expert, int32_t n) {
-  return static_cast<const uint8_t*>(weights.data[expert]) +
-         static_cast<int64_t>(n) * weights.cols * static_cast<int64_t>(dtype_bytes(weights.dtype));
-}
-
 void run_tiles(const DownPlan& plan, Stream& stream) {
   const MoeDownArgs& args = *plan.args;
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.down.cols;
+  const ExpertWeights* const matrices[1] = {&args.down};
   for_each_expert_tile(
       stream, begin, args.num_experts, ceil_div(args.down.rows, plan.outputs),
       [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
         const int32_t n = tile * plan.outputs;
-        const int32_t outputs = std::min(plan.outputs, args.down.rows - n);
-        const TileWeights weights{{expert_rows(args.down, expert, n), nullptr}, 1, outputs};
-        const TileRows rows{plan.packed, padded_k(k), nullptr, begin[expert], begin[expert + 1] - begin[expert]};
-        const uint8_t* ahead =
-            next_expert < 0 ? nullptr : expert_rows(args.down, next_expert, next_tile * plan.outputs);
+        const TileWeights weights = expert_tile(matrices, 1, expert, n, plan.outputs);
+        const TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
+        const int32_t outputs = weights.count;
+        const TileRows rows{plan.packed, padded_k(k),   plan.by_classes,
+                            nullptr,     begin[expert], begin[expert + 1] - begin[expert]};
         run_tile(args.down.dtype, weights, rows, k, ahead, stream.scratch(worker),
                  [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
                    const int32_t pair = begin[expert] + first;
@@ -65,7 +63,7 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
                      expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
                    }
                    for (int32_t r = 0; r < count; ++r) {
-                     std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kMaxTileOutputs,
+                     std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kTileOutputs,
                                  static_cast<size_t>(outputs) * sizeof(float));
                    }
                  });
@@ -73,21 +71,27 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
 }
 
 }  // namespace
-size_t down_worker_bytes() { return kTileScratchBytes; }
+size_t down_worker_bytes() {
+  return kTileScratchBytes;
+}
 void down_dispatch(const MoeDownArgs& args, Stream& stream) {
   const int32_t pairs = args.num_rows * args.top_k;
   DownPlan plan{};
   plan.args = &args;
   plan.order = pack_order(args.down.dtype);
   const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
-  plan.outputs = tile_outputs(args.down.cols, 1, pairs / active, static_cast<int64_t>(active) * args.down.rows,
+  plan.by_classes = many_rows(args.order.expert_begin, args.num_experts);
+  plan.outputs = tile_outputs(args.down.cols, 1, plan.by_classes, static_cast<int64_t>(active) * args.down.rows,
                               stream.num_threads());
   plan.packed = reinterpret_cast<float*>(args.scratch);
   plan.lora = find_spans(args.lora, args.order, args.layer, args.scratch + pairs * padded_k(args.down.cols) * 4);
   int32_t items = pairs;
-  if (plan.lora.batch != nullptr) items += plan.lora.num_pairs * ceil_div(args.lora->max_rank, kTileRanks);
-  stream.parallel_for(static_cast<size_t>(items),
-                      [&](size_t item, int) HWY_ATTR { prepare(plan, static_cast<int32_t>(item)); });
+  if (plan.lora.batch != nullptr) {
+    items += plan.lora.num_pairs * ceil_div(args.lora->max_rank, kTileRanks);
+  }
+  stream.parallel_for(static_cast<size_t>(items), [&](size_t item, int worker) HWY_ATTR {
+    prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));
+  });
   run_tiles(plan, stream);
 }
 }  // namespace HWY_NAMESPACE
@@ -95,8 +99,12 @@ void down_dispatch(const MoeDownArgs& args, Stream& stream) {
 HWY_AFTER_NAMESPACE();
 #else
 namespace moelora::HWY_NAMESPACE {
-size_t down_worker_bytes() { return 0; }
-void down_dispatch(const MoeDownArgs& args, Stream& stream) { moe_down_cpu(args, stream); }
+size_t down_worker_bytes() {
+  return 0;
+}
+void down_dispatch(const MoeDownArgs& args, Stream& stream) {
+  moe_down_cpu(args, stream);
+}
 }  // namespace moelora::HWY_NAMESPACE
 #endif
 
@@ -107,7 +115,9 @@ HWY_EXPORT(down_dispatch);
 HWY_EXPORT(down_worker_bytes);
 
 void moe_down_simd(const MoeDownArgs& args, Stream& stream) {
-  if (args.num_rows == 0) return;
+  if (args.num_rows == 0) {
+    return;
+  }
   MOELORA_ASSERT(stream.scratch_bytes() >= HWY_DYNAMIC_DISPATCH(down_worker_bytes)());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
   MOELORA_ASSERT(args.scratch_bytes >=

@@ -23,6 +23,7 @@ namespace {
 struct GateUpPlan {
   const MoeGateUpArgs* args;
   PackOrder order;
+  bool by_classes;  // many rows for most experts
   float* packed;    // [T, padded_k]
   ExpertLora lora;
   int32_t outputs;  // of a tile, of each matrix
@@ -31,11 +32,12 @@ struct GateUpPlan {
 constexpr ExpertModule kModules[2] = {ExpertModule::kGate, ExpertModule::kUp};
 
 // One item of phase one: packs row `item`, or shrinks eight ranks of one pair for gate or up.
-void prepare(const GateUpPlan& plan, int32_t item) {
+void prepare(const GateUpPlan& plan, int32_t item, std::byte* scratch) {
   const MoeGateUpArgs& args = *plan.args;
   const int32_t k = args.gate.cols;
   if (item < args.num_rows) {
-    pack_row(args.x.row(item), k, plan.order, args.compute, plan.packed + item * padded_k(k));
+    pack_tile_row(args.x.row(item), k, plan.order, args.compute, plan.by_classes, plan.packed + item * padded_k(k),
+                  scratch);
     return;
   }
   const int32_t panels = ceil_div(plan.lora.batch->max_rank, kTileRanks);
@@ -45,25 +47,20 @@ void prepare(const GateUpPlan& plan, int32_t item) {
               [&](int32_t pair) { return args.x.row(args.order.pair_row[pair]); });
 }
 
-const uint8_t* expert_rows(const ExpertWeights& weights, int32_t expert, int32_t n) {
-  return static_cast<const uint8_t*>(weights.data[expert]) +
-         static_cast<int64_t>(n) * weights.cols * static_cast<int64_t>(dtype_bytes(weights.dtype));
-}
-
 void run_tiles(const GateUpPlan& plan, Stream& stream) {
   const MoeGateUpArgs& args = *plan.args;
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.gate.cols;
+  const ExpertWeights* const matrices[2] = {&args.gate, &args.up};
   for_each_expert_tile(
       stream, begin, args.num_experts, ceil_div(args.gate.rows, plan.outputs),
       [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
         const int32_t n = tile * plan.outputs;
-        const int32_t outputs = std::min(plan.outputs, args.gate.rows - n);
-        const TileWeights weights{{expert_rows(args.gate, expert, n), expert_rows(args.up, expert, n)}, 2, outputs};
-        const TileRows rows{plan.packed, padded_k(k), args.order.pair_row, begin[expert],
-                            begin[expert + 1] - begin[expert]};
-        const uint8_t* ahead =
-            next_expert < 0 ? nullptr : expert_rows(args.gate, next_expert, next_tile * plan.outputs);
+        const TileWeights weights = expert_tile(matrices, 2, expert, n, plan.outputs);
+        const TileWeights ahead = expert_tile(matrices, 2, next_expert, next_tile * plan.outputs, plan.outputs);
+        const int32_t outputs = weights.count;
+        const TileRows rows{plan.packed,         padded_k(k),   plan.by_classes,
+                            args.order.pair_row, begin[expert], begin[expert + 1] - begin[expert]};
         run_tile(args.gate.dtype, weights, rows, k, ahead, stream.scratch(worker),
                  [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
                    const int32_t pair = begin[expert] + first;
@@ -71,7 +68,7 @@ void run_tiles(const GateUpPlan& plan, Stream& stream) {
                      expand_pairs(plan.lora, args.order, kModules[set], set, n, outputs, pair, count, sums[set]);
                    }
                    for (int32_t r = 0; r < count; ++r) {
-                     silu_multiply(sums[0] + r * kMaxTileOutputs, sums[1] + r * kMaxTileOutputs, outputs,
+                     silu_multiply(sums[0] + r * kTileOutputs, sums[1] + r * kTileOutputs, outputs,
                                    args.act.row(pair + r) + n);
                    }
                  });
@@ -79,14 +76,17 @@ void run_tiles(const GateUpPlan& plan, Stream& stream) {
 }
 
 }  // namespace
-size_t gate_up_worker_bytes() { return kTileScratchBytes; }
+size_t gate_up_worker_bytes() {
+  return kTileScratchBytes;
+}
 void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
   GateUpPlan plan{};
   plan.args = &args;
   plan.order = pack_order(args.gate.dtype);
   const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
-  plan.outputs = tile_outputs(args.gate.cols, 2, args.num_rows * args.top_k / active,
-                              static_cast<int64_t>(active) * args.gate.rows, stream.num_threads());
+  plan.by_classes = many_rows(args.order.expert_begin, args.num_experts);
+  plan.outputs = tile_outputs(args.gate.cols, 2, plan.by_classes, static_cast<int64_t>(active) * args.gate.rows,
+                              stream.num_threads());
   plan.packed = reinterpret_cast<float*>(args.scratch);
   std::byte* const rest = args.scratch + args.num_rows * padded_k(args.gate.cols) * 4;
   plan.lora = find_spans(args.lora, args.order, args.layer, rest);
@@ -94,8 +94,9 @@ void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
   if (plan.lora.batch != nullptr) {
     items += plan.lora.num_pairs * 2 * ceil_div(args.lora->max_rank, kTileRanks);
   }
-  stream.parallel_for(static_cast<size_t>(items),
-                      [&](size_t item, int) HWY_ATTR { prepare(plan, static_cast<int32_t>(item)); });
+  stream.parallel_for(static_cast<size_t>(items), [&](size_t item, int worker) HWY_ATTR {
+    prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));
+  });
   run_tiles(plan, stream);
 }
 }  // namespace HWY_NAMESPACE
@@ -103,8 +104,12 @@ void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
 HWY_AFTER_NAMESPACE();
 #else
 namespace moelora::HWY_NAMESPACE {
-size_t gate_up_worker_bytes() { return 0; }
-void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) { moe_gate_up_cpu(args, stream); }
+size_t gate_up_worker_bytes() {
+  return 0;
+}
+void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
+  moe_gate_up_cpu(args, stream);
+}
 }  // namespace moelora::HWY_NAMESPACE
 #endif
 
@@ -115,7 +120,9 @@ HWY_EXPORT(gate_up_dispatch);
 HWY_EXPORT(gate_up_worker_bytes);
 
 void moe_gate_up_simd(const MoeGateUpArgs& args, Stream& stream) {
-  if (args.num_rows == 0) return;
+  if (args.num_rows == 0) {
+    return;
+  }
   MOELORA_ASSERT(args.gate.dtype == args.up.dtype);
   MOELORA_ASSERT(args.gate.rows == args.up.rows && args.gate.cols == args.up.cols);
   MOELORA_ASSERT(stream.scratch_bytes() >= HWY_DYNAMIC_DISPATCH(gate_up_worker_bytes)());

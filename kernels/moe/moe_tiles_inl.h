@@ -18,9 +18,9 @@ namespace moelora {
 namespace HWY_NAMESPACE {
 
 struct LoraSpan {
-  int32_t begin;   // sorted pairs
+  int32_t begin;  // sorted pairs
   int32_t end;
-  int32_t first;   // shrunk row of pair `begin`
+  int32_t first;  // shrunk row of pair `begin`
   int32_t expert;
   int32_t slot;
 };
@@ -31,9 +31,9 @@ struct ExpertLora {
   const LoraBatch* batch = nullptr;  // null: no pair has an adapter
   const LoraSpan* spans = nullptr;
   int32_t num_spans = 0;
-  int32_t num_pairs = 0;             // in spans
+  int32_t num_pairs = 0;  // in spans
   int32_t layer = 0;
-  float* shrunk = nullptr;           // [module][pairs in spans, stride]
+  float* shrunk = nullptr;  // [module][pairs in spans, stride]
   int64_t stride = 0;
 
   [[nodiscard]] float* row(int32_t module, int32_t index) const {
@@ -44,15 +44,21 @@ struct ExpertLora {
 // Lays the list of spans and `modules` sets of shrunk rows into `memory`, which has room for three sets.
 inline ExpertLora find_spans(const LoraBatch* batch, const MoeOrder& order, int32_t layer, std::byte* memory) {
   ExpertLora lora;
-  if (batch == nullptr || batch->num_rows == 0) return lora;
+  if (batch == nullptr || batch->num_rows == 0) {
+    return lora;
+  }
   auto* spans = reinterpret_cast<LoraSpan*>(memory);
   for (int32_t s = 0; s < *order.num_segments; ++s) {
-    if (order.segment_slot[s] == 0) continue;
+    if (order.segment_slot[s] == 0) {
+      continue;
+    }
     spans[lora.num_spans++] = {order.segment_begin[s], order.segment_begin[s + 1], lora.num_pairs,
                                order.segment_expert[s], order.segment_slot[s]};
     lora.num_pairs += order.segment_begin[s + 1] - order.segment_begin[s];
   }
-  if (lora.num_pairs == 0) return lora;
+  if (lora.num_pairs == 0) {
+    return lora;
+  }
   lora.batch = batch;
   lora.spans = spans;
   lora.layer = layer;
@@ -80,7 +86,9 @@ HWY_INLINE void shrink_pair(const ExpertLora& lora, int32_t index, ExpertModule 
                             int32_t k, const RowOfPair& x) {
   const LoraSpan& span = lora.spans[span_of_row(lora, index)];
   const LoraRecord* record = lora.batch->table.expert(span.slot, lora.layer, span.expert, module);
-  if (record == nullptr || panel * kTileRanks >= record->rank) return;
+  if (record == nullptr || panel * kTileRanks >= record->rank) {
+    return;
+  }
   shrink_panel(lora.batch->table, span.slot, *record, panel, x(span.begin + index - span.first), k,
                lora.row(set, index));
 }
@@ -91,12 +99,16 @@ HWY_INLINE void expand_pairs(const ExpertLora& lora, const MoeOrder& order, Expe
   for (int32_t s = span_at(lora, first); s < lora.num_spans && lora.spans[s].begin < first + count; ++s) {
     const LoraSpan& span = lora.spans[s];
     const LoraRecord* record = lora.batch->table.expert(span.slot, lora.layer, span.expert, module);
-    if (record == nullptr) continue;
+    if (record == nullptr) {
+      continue;
+    }
     for (int32_t pair = std::max(span.begin, first); pair < std::min(span.end, first + count); ++pair) {
       const float scale = lora.batch->row_scale[order.pair_row[pair]] * record->scale;
-      if (scale == 0.0f) continue;
+      if (scale == 0.0f) {
+        continue;
+      }
       expand_add(lora.batch->table, span.slot, *record, scale, lora.row(set, span.first + pair - span.begin), n,
-                 outputs, sums + (pair - first) * kMaxTileOutputs);
+                 outputs, sums + (pair - first) * kTileOutputs);
     }
   }
 }
@@ -108,7 +120,9 @@ struct ExpertCursor {
   // The expert of `ticket`; tickets asked for never fall.
   void seek(const int32_t* expert_begin, int32_t tiles, int32_t ticket) {
     while (expert_begin[expert + 1] == expert_begin[expert] || ticket >= first_ticket + tiles) {
-      if (expert_begin[expert + 1] != expert_begin[expert]) first_ticket += tiles;
+      if (expert_begin[expert + 1] != expert_begin[expert]) {
+        first_ticket += tiles;
+      }
       ++expert;
     }
   }
@@ -116,8 +130,38 @@ struct ExpertCursor {
 
 inline int32_t active_experts(const int32_t* expert_begin, int32_t num_experts) {
   int32_t active = 0;
-  for (int32_t e = 0; e < num_experts; ++e) active += expert_begin[e + 1] != expert_begin[e];
+  for (int32_t e = 0; e < num_experts; ++e) {
+    active += expert_begin[e + 1] != expert_begin[e];
+  }
   return active;
+}
+
+// Whether most pairs belong to experts with so many that tiles should go the way of outer_inl.h.
+inline bool many_rows(const int32_t* expert_begin, int32_t num_experts) {
+  int64_t many = 0;
+  for (int32_t e = 0; e < num_experts; ++e) {
+    const int32_t count = expert_begin[e + 1] - expert_begin[e];
+    if (count > kClassesRows) {
+      many += count;
+    }
+  }
+  return 2 * many > expert_begin[num_experts];
+}
+
+// Rows [n, n + outputs) of an expert's matrix; no tile if expert < 0.
+inline TileWeights expert_tile(const ExpertWeights* const* matrices, int32_t count, int32_t expert, int32_t n,
+                               int32_t outputs) {
+  TileWeights tile{{nullptr, nullptr}, 0, 0};
+  if (expert < 0) {
+    return tile;
+  }
+  tile.matrices = count;
+  tile.count = std::min(outputs, matrices[0]->rows - n);
+  for (int32_t m = 0; m < count; ++m) {
+    tile.data[m] = static_cast<const uint8_t*>(matrices[m]->data[expert]) +
+                   static_cast<int64_t>(n) * matrices[m]->cols * static_cast<int64_t>(dtype_bytes(matrices[m]->dtype));
+  }
+  return tile;
 }
 
 // task(expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
@@ -129,11 +173,15 @@ void for_each_expert_tile(Stream& stream, const int32_t* expert_begin, int32_t n
   stream.parallel([&](int worker) HWY_ATTR {
     ExpertCursor here;
     int32_t ticket = shared.fetch_add(1, std::memory_order_relaxed);
-    if (ticket < tickets) here.seek(expert_begin, tiles, ticket);
+    if (ticket < tickets) {
+      here.seek(expert_begin, tiles, ticket);
+    }
     while (ticket < tickets) {
       const int32_t next = shared.fetch_add(1, std::memory_order_relaxed);
       ExpertCursor there = here;
-      if (next < tickets) there.seek(expert_begin, tiles, next);
+      if (next < tickets) {
+        there.seek(expert_begin, tiles, next);
+      }
       task(here.expert, ticket - here.first_ticket, next < tickets ? there.expert : -1, next - there.first_ticket,
            worker);
       here = there;
