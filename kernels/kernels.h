@@ -43,5 +43,6 @@ struct Kernels {
 
 const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests
 const Kernels& kernels_cpu();        // SIMD where it pays, the reference elsewhere
+const Kernels& kernels_cuda();       // NVIDIA GPUs; in builds with CUDA
 
 }  // namespace moelora

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "kernels/base/dtype.h"
+#include "kernels/base/host_device.h"
 
 namespace moelora {
 
@@ -19,7 +20,7 @@ struct KvLayout {
   int32_t num_groups = 1;    // ceil(num_layers / layers_per_page)
   Dtype dtype = Dtype::kF32;  // kF32 or kBf16
   // Bytes of one layer of one block, rounded up to a granule.
-  [[nodiscard]] int64_t layer_bytes() const {
+  [[nodiscard]] MOELORA_HD int64_t layer_bytes() const {
     const int64_t bytes = int64_t{2} * num_kv_heads * block_tokens * head_dim *
                           static_cast<int64_t>(dtype_bytes(dtype));
     return (bytes + 1023) / 1024 * 1024;
@@ -35,13 +36,13 @@ struct KvView {
 
   // K of one layer of the block that holds `position` of batch sequence `sequence`; V follows at
   // + Nkv * block_tokens * D elements.
-  [[nodiscard]] std::byte* block(int32_t sequence, int32_t position, int32_t layer) const {
+  [[nodiscard]] MOELORA_HD std::byte* block(int32_t sequence, int32_t position, int32_t layer) const {
     const int64_t entry =
         (static_cast<int64_t>(sequence) * max_blocks + position / layout.block_tokens) * layout.num_groups +
         layer / layout.layers_per_page;
     return pool + block_tables[entry] * page_bytes + (layer % layout.layers_per_page) * layout.layer_bytes();
   }
-  [[nodiscard]] int64_t elements() const {
+  [[nodiscard]] MOELORA_HD int64_t elements() const {
     return static_cast<int64_t>(layout.num_kv_heads) * layout.block_tokens * layout.head_dim;
   }
 };

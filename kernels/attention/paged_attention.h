@@ -32,5 +32,6 @@ struct PagedAttentionArgs {
 
 void paged_attention_cpu(const PagedAttentionArgs& args, Stream& stream);   // reference
 void paged_attention_simd(const PagedAttentionArgs& args, Stream& stream);
+void paged_attention_cuda(const PagedAttentionArgs& args, Stream& stream);  // q fp32, out bf16 or fp32, KV bf16
 
 }  // namespace moelora

@@ -30,5 +30,6 @@ struct RopeKvWriteArgs {
 };
 
 void rope_kv_write_cpu(const RopeKvWriteArgs& args, Stream& stream);
+void rope_kv_write_cuda(const RopeKvWriteArgs& args, Stream& stream);  // q, k, v fp32; KV bf16
 
 }  // namespace moelora

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where an op runs. On the CPU a Stream is a private thread pool: `parallel` runs a task on every
-// worker and returns when all are done, so ops on one Stream are ordered. On a GPU it will wrap a CUDA
-// stream and `parallel` does not exist for the caller. One Stream belongs to one engine thread.
+// worker and returns when all are done, so ops on one Stream are ordered. On a GPU it names the device's queue, ops
+// return once their work is queued, and `parallel` must not be called. One Stream belongs to one engine thread.
 #pragma once
 
 #include <atomic>
@@ -20,13 +20,16 @@ class Stream {
   // started here block all signals. Scratch of `scratch_bytes` a worker, 64-byte aligned, is taken here
   // so that ops allocate nothing.
   Stream(int num_threads, size_t scratch_bytes);
-  ~Stream();
+  // A queue of a device; `native` is the backend's own (kernels/cuda/cuda_stream.h), owned by the caller, not null.
+  explicit Stream(void* native) : num_threads_(0), scratch_bytes_(0), native_(native) {}
+  virtual ~Stream();
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
 
   [[nodiscard]] int num_threads() const { return num_threads_; }
   [[nodiscard]] std::byte* scratch(int worker) const { return scratch_[static_cast<size_t>(worker)]; }
   [[nodiscard]] size_t scratch_bytes() const { return scratch_bytes_; }
+  [[nodiscard]] void* native() const { return native_; }
 
   // Runs task(worker) on every worker, worker in [0, num_threads); returns when all have returned.
   // `Task` is any callable; it is called through a pointer to the caller's object: nothing is allocated.
@@ -61,6 +64,7 @@ class Stream {
 
   int num_threads_;
   size_t scratch_bytes_;
+  void* native_ = nullptr;
   std::vector<std::byte*> scratch_;
   std::vector<std::thread> threads_;
   Entry entry_ = nullptr;

@@ -15,5 +15,6 @@ struct EmbeddingArgs {
 };
 
 void embedding_cpu(const EmbeddingArgs& args, Stream& stream);
+void embedding_cuda(const EmbeddingArgs& args, Stream& stream);
 
 }  // namespace moelora

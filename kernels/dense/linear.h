@@ -60,5 +60,6 @@ inline double linear_bytes(const LinearArgs& args) {
 
 void linear_cpu(const LinearArgs& args, Stream& stream);   // reference
 void linear_simd(const LinearArgs& args, Stream& stream);
+void linear_cuda(const LinearArgs& args, Stream& stream);  // x bf16, out fp32 or bf16; weights bf16 or fp32
 
 }  // namespace moelora

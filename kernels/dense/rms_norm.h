@@ -23,9 +23,7 @@ inline double rms_norm_bytes(const RmsNormArgs& args) { return 8.0 * args.num_ro
 
 void rms_norm_cpu(const RmsNormArgs& args, Stream& stream);   // reference
 void rms_norm_simd(const RmsNormArgs& args, Stream& stream);
-
-// In builds with CUDA. Device pointers; x and out fp32 or bf16, the weight aligned to its element. `stream` is a
-// cudaStream_t: headers of ops know no CUDA type. Launches and returns.
-void rms_norm_cuda(const RmsNormArgs& args, void* stream);
+// In builds with CUDA: x and out fp32 or bf16, the weight aligned to its element.
+void rms_norm_cuda(const RmsNormArgs& args, Stream& stream);
 
 }  // namespace moelora

@@ -142,7 +142,7 @@ void launch_for_out(const RmsNormArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-void rms_norm_cuda(const RmsNormArgs& args, void* stream) {
+void rms_norm_cuda(const RmsNormArgs& args, Stream& stream) {
   MOELORA_ASSERT(args.x.dtype != Dtype::kF16 && args.out.dtype != Dtype::kF16);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.weight.data) % dtype_bytes(args.weight.dtype) == 0);
   if (args.num_rows == 0) {

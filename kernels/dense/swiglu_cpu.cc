@@ -7,14 +7,16 @@
 namespace moelora {
 
 void swiglu_cpu(const SwigluArgs& args, Stream& stream) {
-  float* const gate = args.gate.f32();
+  const float* const gate = args.gate.f32();
   const float* const up = args.up.f32();
+  const Rows& out = args.out.data != nullptr ? args.out : args.gate;
   stream.parallel_for(static_cast<size_t>(args.num_rows), [&](size_t t, int) {
-    float* g = gate + static_cast<int64_t>(t) * args.gate.stride;
+    float* to = out.row(static_cast<int64_t>(t));
+    const float* g = gate + static_cast<int64_t>(t) * args.gate.stride;
     const float* u = up + static_cast<int64_t>(t) * args.up.stride;
     for (int32_t i = 0; i < args.width; ++i) {
       const auto z = static_cast<double>(g[i]);
-      g[i] = static_cast<float>(z / (1.0 + std::exp(-z)) * static_cast<double>(u[i]));
+      to[i] = static_cast<float>(z / (1.0 + std::exp(-z)) * static_cast<double>(u[i]));
     }
   });
 }

@@ -15,9 +15,10 @@ HWY_BEFORE_NAMESPACE();
 namespace moelora {
 namespace HWY_NAMESPACE {
 void swiglu_dispatch(const SwigluArgs& args, Stream& stream) {
+  const Rows& out = args.out.data != nullptr ? args.out : args.gate;
   stream.parallel_for(static_cast<size_t>(args.num_rows), [&](size_t item, int) HWY_ATTR {
     const auto row = static_cast<int64_t>(item);
-    silu_multiply(args.gate.row(row), args.up.row(row), args.width, args.gate.row(row));
+    silu_multiply(args.gate.row(row), args.up.row(row), args.width, out.row(row));
   });
 }
 }  // namespace HWY_NAMESPACE

@@ -24,6 +24,7 @@
 #include <cstdint>
 
 #include "kernels/base/dtype.h"
+#include "kernels/base/host_device.h"
 
 namespace moelora {
 
@@ -80,28 +81,28 @@ struct AdapterTable {
   int32_t page_granules = 0;            // granules a page
   int32_t num_experts = 0;
 
-  [[nodiscard]] const std::byte* granule(int32_t slot, int32_t index) const {
+  [[nodiscard]] MOELORA_HD const std::byte* granule(int32_t slot, int32_t index) const {
     const int32_t page = page_table[static_cast<int64_t>(slot) * pages_per_slot + index / page_granules];
     return pool + (static_cast<int64_t>(page) * page_granules + index % page_granules) *
                       static_cast<int64_t>(kGranuleBytes);
   }
   // Granules that lie contiguously in memory from `index` on (to the end of its page).
-  [[nodiscard]] int32_t run(int32_t index) const { return page_granules - index % page_granules; }
+  [[nodiscard]] MOELORA_HD int32_t run(int32_t index) const { return page_granules - index % page_granules; }
 
-  [[nodiscard]] int32_t directory(int32_t slot, int32_t layer, int32_t which) const {
+  [[nodiscard]] MOELORA_HD int32_t directory(int32_t slot, int32_t layer, int32_t which) const {
     const int32_t byte = (layer * 2 + which) * 4;
     const std::byte* base = granule(slot, byte / static_cast<int32_t>(kGranuleBytes));
     return reinterpret_cast<const int32_t*>(base)[byte % static_cast<int32_t>(kGranuleBytes) / 4];
   }
   // Null if the layer's module is not adapted in this slot, or slot is 0.
-  [[nodiscard]] const LoraRecord* dense(int32_t slot, int32_t layer, LoraModule module) const {
+  [[nodiscard]] MOELORA_HD const LoraRecord* dense(int32_t slot, int32_t layer, LoraModule module) const {
     if (slot == 0) return nullptr;
     const int32_t at = directory(slot, layer, 0);
     if (at < 0) return nullptr;
     const auto* record = reinterpret_cast<const LoraRecord*>(granule(slot, at)) + static_cast<int32_t>(module);
     return record->rank == 0 ? nullptr : record;
   }
-  [[nodiscard]] const LoraRecord* expert(int32_t slot, int32_t layer, int32_t expert_index,
+  [[nodiscard]] MOELORA_HD const LoraRecord* expert(int32_t slot, int32_t layer, int32_t expert_index,
                                          ExpertModule module) const {
     if (slot == 0) return nullptr;
     const int32_t at = directory(slot, layer, 1);
@@ -127,6 +128,10 @@ struct LoraBatch {
   int32_t num_rows = 0;
   int32_t num_segments = 0;
   int32_t max_rank = 0;                    // of any adapter in the batch, multiple of 8
+  int32_t rank_stride = 0;                 // CUDA: floats between shrunk rows in scratch; the same in every batch
+  // num_rows, num_segments and max_rank again, in device memory: a captured graph reads them there, so that it stays
+  // valid when the adapters of a batch change.
+  const int32_t* counts = nullptr;  // [3]
 };
 
 }  // namespace moelora

@@ -17,5 +17,6 @@ struct FillRandomArgs {
 };
 
 void fill_random_cpu(const FillRandomArgs& args, Stream& stream);
+void fill_random_cuda(const FillRandomArgs& args, Stream& stream);  // the bits of fill_random_cpu
 
 }  // namespace moelora

@@ -29,5 +29,7 @@ struct WritePagesArgs {
 
 void copy_pages_cpu(const CopyPagesArgs& args, Stream& stream);
 void write_pages_cpu(const WritePagesArgs& args, Stream& stream);
+void copy_pages_cuda(const CopyPagesArgs& args, Stream& stream);    // from, to: device memory
+void write_pages_cuda(const WritePagesArgs& args, Stream& stream);  // pages: host memory; returns when source is free
 
 }  // namespace moelora

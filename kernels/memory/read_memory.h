@@ -18,5 +18,6 @@ struct ReadMemoryArgs {
 
 void read_memory_cpu(const ReadMemoryArgs& args, Stream& stream);   // reference
 void read_memory_simd(const ReadMemoryArgs& args, Stream& stream);
+void read_memory_cuda(const ReadMemoryArgs& args, Stream& stream);  // returns when the reading is done
 
 }  // namespace moelora

@@ -23,5 +23,6 @@ struct MoeCombineArgs {
 
 void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream);   // reference
 void moe_combine_simd(const MoeCombineArgs& args, Stream& stream);
+void moe_combine_cuda(const MoeCombineArgs& args, Stream& stream);  // down bf16 or fp32, the rest fp32
 
 }  // namespace moelora

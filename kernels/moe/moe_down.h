@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_down: the experts' second half: out[i, :] = D_e act[i, :] + s(t) B (A act[i, :]) [+ s lora_bias], pairs in
-// sorted order; router weights are applied by moe_combine. Row invariance as in linear.h.
+// moe_down: the experts' second half: out[i, :] = D_e act[i, :] + s(t) B (A act[i, :]) [+ s lora_bias] + bias_e,
+// pairs in sorted order; router weights are applied by moe_combine. Row invariance as in linear.h.
 #pragma once
 
 #include "kernels/moe/moe_gate_up.h"
@@ -24,5 +24,6 @@ struct MoeDownArgs {
 
 void moe_down_cpu(const MoeDownArgs& args, Stream& stream);   // reference
 void moe_down_simd(const MoeDownArgs& args, Stream& stream);
+void moe_down_cuda(const MoeDownArgs& args, Stream& stream);  // act bf16, out bf16
 
 }  // namespace moelora

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_gate_up: the experts' first half for all sorted pairs, LoRA added before the activation.
 //
-//   pair i of row t and expert e, g = G_e x_t + s(t) B^g (A^g x_t) [+ s lora_bias], u likewise with U_e,
-//   act[i, :] = silu(g) * u
+//   pair i of row t and expert e, g = G_e x_t + s(t) B^g (A^g x_t) [+ s lora_bias] + gate_bias_e, u likewise with U_e,
+//   kSilu:          act[i, :] = silu(g) * u
+//   kClampedSwiglu: g = min(g, limit), u = clamp(u, -limit, limit), act[i, :] = (u + 1) * g * sigmoid(1.702 g)
 // s(t) = row_scale[t] * record.scale. Rows of experts come through MoeOrder; act is in sorted order.
 // A pair's bits depend on its row alone (CPU backend), as in linear.h.
 #pragma once
@@ -10,17 +11,10 @@
 #include "kernels/base/stream.h"
 #include "kernels/base/tensor.h"
 #include "kernels/lora/adapter_layout.h"
+#include "kernels/moe/expert_weights.h"
 #include "kernels/moe/moe_sort.h"
 
 namespace moelora {
-
-// One projection of all experts of a layer: E matrices [N, K], each anywhere.
-struct ExpertWeights {
-  const void* const* data = nullptr;  // [E]
-  Dtype dtype = Dtype::kBf16;
-  int32_t rows = 0;                   // N
-  int32_t cols = 0;                   // K
-};
 
 struct MoeGateUpArgs {
   Rows x;                           // [T, H]
@@ -33,6 +27,8 @@ struct MoeGateUpArgs {
   int32_t layer = 0;
   const LoraBatch* lora = nullptr;  // may be null
   Compute compute = Compute::kExact;
+  MoeActivation activation = MoeActivation::kSilu;
+  float limit = 0.0f;               // kClampedSwiglu
   Rows act;                         // [T * K, I]
   std::byte* scratch = nullptr;     // >= linear_scratch_bytes(T, H, lora pairs, max_rank)
   size_t scratch_bytes = 0;
@@ -40,5 +36,6 @@ struct MoeGateUpArgs {
 
 void moe_gate_up_cpu(const MoeGateUpArgs& args, Stream& stream);   // reference
 void moe_gate_up_simd(const MoeGateUpArgs& args, Stream& stream);
+void moe_gate_up_cuda(const MoeGateUpArgs& args, Stream& stream);  // x bf16, act bf16
 
 }  // namespace moelora

@@ -18,6 +18,11 @@ struct MoeOrder {
   int32_t* segment_expert = nullptr;  // [P]
   int32_t* segment_slot = nullptr;    // [P]
   int32_t* num_segments = nullptr;    // [1]
+  // Experts with at least one pair, ascending. CUDA kernels need both; null: not wanted (CPU).
+  int32_t* active_experts = nullptr;  // [E]
+  int32_t* num_active = nullptr;      // [1]
+  // Running sums over all calls, for stats: active experts, segments of slots > 0. Wrap around. Null: not wanted.
+  uint32_t* totals = nullptr;  // [2]
 };
 
 struct MoeSortArgs {
@@ -30,5 +35,6 @@ struct MoeSortArgs {
 };
 
 void moe_sort_cpu(const MoeSortArgs& args, Stream& stream);
+void moe_sort_cuda(const MoeSortArgs& args, Stream& stream);
 
 }  // namespace moelora

@@ -65,6 +65,24 @@ void find_segments(const MoeSortArgs& args) {
   *order.num_segments = segments;
 }
 
+void count_active(const MoeSortArgs& args) {
+  const MoeOrder& order = args.order;
+  int32_t active = 0;
+  for (int32_t e = 0; order.active_experts != nullptr && e < args.num_experts; ++e) {
+    if (order.expert_begin[e + 1] > order.expert_begin[e]) {
+      order.active_experts[active++] = e;
+    }
+  }
+  if (order.num_active != nullptr) {
+    *order.num_active = active;
+  }
+  if (order.totals != nullptr) {
+    order.totals[0] += static_cast<uint32_t>(active);
+    order.totals[1] += static_cast<uint32_t>(std::count_if(order.segment_slot, order.segment_slot + *order.num_segments,
+                                                           [](int32_t slot) { return slot > 0; }));
+  }
+}
+
 }  // namespace
 
 void moe_sort_cpu(const MoeSortArgs& args, Stream&) {
@@ -77,6 +95,7 @@ void moe_sort_cpu(const MoeSortArgs& args, Stream&) {
   std::copy_backward(begin, begin + args.num_experts, begin + args.num_experts + 1);
   begin[0] = 0;
   find_segments(args);
+  count_active(args);
 }
 
 }  // namespace moelora

@@ -24,5 +24,6 @@ struct RouterTopkArgs {
 };
 
 void router_topk_cpu(const RouterTopkArgs& args, Stream& stream);
+void router_topk_cuda(const RouterTopkArgs& args, Stream& stream);
 
 }  // namespace moelora

@@ -7,6 +7,7 @@
 // top-p renormalises over what min-p and top-k left.
 // Ties: lowest id. Logprobs and ranks are of the raw logits, before all of this. A row with a NaN or +inf, or without
 // any finite logit (also once the suppressed tokens are gone), gets status 1 and token -1.
+// `rows`, what they point to, and `outputs` are host memory on every backend; outputs are complete on return.
 // The draw uses Philox4x32-10 (Salmon et al. 2011), key = seed, counter = draw index of the request: it depends on
 // nothing else in the batch.
 #pragma once
@@ -45,7 +46,7 @@ struct SampleOutput {
 };
 
 struct SampleTokensArgs {
-  Rows logits;                       // [S, V] fp32; left as they are
+  Rows logits;                       // [S, V] fp32, device memory; left as they are
   int32_t num_rows = 0;
   int32_t vocab_size = 0;
   const SampleRow* rows = nullptr;   // [S]
@@ -56,5 +57,6 @@ struct SampleTokensArgs {
 constexpr size_t sample_tokens_scratch_bytes(size_t vocab_size) { return vocab_size * 12 + 256; }
 
 void sample_tokens_cpu(const SampleTokensArgs& args, Stream& stream);
+void sample_tokens_cuda(const SampleTokensArgs& args, Stream& stream);
 
 }  // namespace moelora

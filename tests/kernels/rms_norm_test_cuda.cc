@@ -2,13 +2,12 @@
 // rms_norm_cuda against the formula in double on the device: both activation types, all weight types, gathered rows,
 // widths that fit no vector, in place, and the same bits alone and among others. Without a GPU it says that it was
 // skipped.
-#include <cuda_runtime.h>
-
 #include <cmath>
 
 #include "kernels/dense/rms_norm.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
+#include "tests/support/device_buffer.h"
 #include "tests/support/poison.h"
 #include "tests/support/stored_matrix.h"
 
@@ -18,40 +17,6 @@ using namespace moelora::test;
 namespace {
 
 constexpr float kEps = 1e-5f;
-
-bool device_present() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) {
-    return true;
-  }
-  WARN("skipped: no CUDA device");
-  return false;
-}
-
-class DeviceBytes {
- public:
-  explicit DeviceBytes(size_t bytes) : bytes_(bytes) {
-    REQUIRE(cudaMalloc(&data_, bytes + 64) == cudaSuccess);
-    REQUIRE(cudaMemset(data_, 0xFF, bytes + 64) == cudaSuccess);
-  }
-  DeviceBytes(const void* host, size_t bytes) : DeviceBytes(bytes) {
-    REQUIRE(cudaMemcpy(data_, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
-  }
-  ~DeviceBytes() { cudaFree(data_); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
-  [[nodiscard]] std::vector<char> read() const {
-    std::vector<char> host(bytes_ + 64);
-    REQUIRE(cudaMemcpy(host.data(), data_, host.size(), cudaMemcpyDeviceToHost) == cudaSuccess);
-    return host;
-  }
-  [[nodiscard]] void* data() const { return data_; }
-  [[nodiscard]] size_t size() const { return bytes_; }
-
- private:
-  void* data_ = nullptr;
-  size_t bytes_;
-};
 
 struct Shape {
   int32_t rows;
@@ -103,7 +68,7 @@ void check_rows(const std::vector<char>& x, Dtype x_dtype, const std::vector<cha
 }  // namespace
 
 TEST_CASE("rms_norm_cuda equals the formula") {
-  if (!device_present()) {
+  if (gpu() == nullptr) {
     return;
   }
   for (const Dtype x_dtype : {Dtype::kF32, Dtype::kBf16}) {
@@ -116,15 +81,15 @@ TEST_CASE("rms_norm_cuda equals the formula") {
           Draw draw(5);
           const std::vector<char> x = draw_rows(draw, shape, x_dtype);
           const StoredMatrix weight(1, shape.width, weight_dtype, draw);
-          const DeviceBytes x_device(x.data(), x.size());
-          const DeviceBytes weight_device(weight.data(), static_cast<size_t>(shape.width) * dtype_bytes(weight_dtype));
+          const DeviceBuffer x_device(x.data(), x.size());
+          const DeviceBuffer weight_device(weight.data(), static_cast<size_t>(shape.width) * dtype_bytes(weight_dtype));
           const std::vector<int32_t> index = {shape.rows - 1, 0, 0};
-          const DeviceBytes index_device(index.data(), index.size() * sizeof(int32_t));
+          const DeviceBuffer index_device(index.data(), index.size() * sizeof(int32_t));
           std::vector<int32_t> all(static_cast<size_t>(shape.rows));
           std::iota(all.begin(), all.end(), 0);
           for (const bool gather : {false, true}) {
             const std::vector<int32_t>& source = gather ? index : all;
-            const DeviceBytes out(source.size() * static_cast<size_t>(shape.stride) * dtype_bytes(out_dtype));
+            const DeviceBuffer out(source.size() * static_cast<size_t>(shape.stride) * dtype_bytes(out_dtype));
             RmsNormArgs args;
             args.x = {x_device.data(), x_dtype, shape.stride};
             args.row_index = gather ? static_cast<const int32_t*>(index_device.data()) : nullptr;
@@ -133,10 +98,10 @@ TEST_CASE("rms_norm_cuda equals the formula") {
             args.num_rows = static_cast<int32_t>(source.size());
             args.width = shape.width;
             args.out = {out.data(), out_dtype, shape.stride};
-            rms_norm_cuda(args, nullptr);
-            const std::vector<char> result = out.read();
+            rms_norm_cuda(args, *gpu()->stream);
+            const std::vector<char> result = out.read<char>();
             check_rows(x, x_dtype, result, out_dtype, source, weight, shape);
-            CHECK(PoisonedBytes::untouched(result.data() + out.size(), 64));
+            CHECK(out.guard_intact());
           }
         }
       }
@@ -145,7 +110,7 @@ TEST_CASE("rms_norm_cuda equals the formula") {
 }
 
 TEST_CASE("rms_norm_cuda in place, of no rows, and of a row alone") {
-  if (!device_present()) {
+  if (gpu() == nullptr) {
     return;
   }
   for (const int32_t width : {64, 5000}) {
@@ -153,32 +118,35 @@ TEST_CASE("rms_norm_cuda in place, of no rows, and of a row alone") {
     Draw draw(6);
     const std::vector<char> x = draw_rows(draw, shape, Dtype::kF32);
     const StoredMatrix weight(1, width, Dtype::kBf16, draw);
-    const DeviceBytes weight_device(weight.data(), static_cast<size_t>(width) * 2);
-    const DeviceBytes x_device(x.data(), x.size());
-    const DeviceBytes out(x.size());
+    const DeviceBuffer weight_device(weight.data(), static_cast<size_t>(width) * 2);
+    const DeviceBuffer x_device(x.data(), x.size());
+    const DeviceBuffer out(x.size());
     RmsNormArgs args{
         {x_device.data(), Dtype::kF32, width}, nullptr, {weight_device.data(), Dtype::kBf16, 1, width}, kEps, 0, width,
         {out.data(), Dtype::kF32, width}};
-    rms_norm_cuda(args, nullptr);
-    CHECK(PoisonedBytes::untouched(out.read().data(), out.size()));
+    rms_norm_cuda(args, *gpu()->stream);
+    CHECK(PoisonedBytes::untouched(out.read<char>().data(), out.size()));
     args.num_rows = 6;
-    rms_norm_cuda(args, nullptr);
-    const std::vector<char> all = out.read();
-    const DeviceBytes alone(static_cast<size_t>(width) * 4);
+    rms_norm_cuda(args, *gpu()->stream);
+    const std::vector<char> all = out.read<char>();
+    const DeviceBuffer alone(static_cast<size_t>(width) * 4);
     RmsNormArgs one = args;
     one.num_rows = 1;
     one.x.data = static_cast<float*>(x_device.data()) + 4 * width;
     one.out.data = alone.data();
-    rms_norm_cuda(one, nullptr);
-    CHECK(std::memcmp(alone.read().data(), all.data() + 4 * width * 4, static_cast<size_t>(width) * 4) == 0);
+    rms_norm_cuda(one, *gpu()->stream);
+    CHECK(std::memcmp(alone.read<char>().data(), all.data() + 4 * width * 4, static_cast<size_t>(width) * 4) == 0);
     args.out = args.x;
-    rms_norm_cuda(args, nullptr);
-    CHECK(std::memcmp(x_device.read().data(), all.data(), x.size()) == 0);
+    rms_norm_cuda(args, *gpu()->stream);
+    CHECK(std::memcmp(x_device.read<char>().data(), all.data(), x.size()) == 0);
   }
 }
 
 TEST_CASE("rms_norm_cuda refuses what it cannot do before launching") {
+  if (gpu() == nullptr) {
+    return;
+  }
   RmsNormArgs args;
   args.x.dtype = Dtype::kF16;
-  CHECK_THROWS_AS(rms_norm_cuda(args, nullptr), Error);
+  CHECK_THROWS_AS(rms_norm_cuda(args, *gpu()->stream), Error);
 }

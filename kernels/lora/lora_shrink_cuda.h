@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+// lora_shrink on CUDA: the first half of every delta, scaled, for the ops that expand it (linear, moe_gate_up,
+// moe_down).
+//
+//   out[i, m, r] = row_scale[t] * record.scale * sum_k A_m[r, k] x[row, k]
+// fp32, r < rank rounded up to 8 (zeros beyond the rank); for pairs or rows of slot 0, and for modules that the adapter
+// does not have, nothing is written. bf16 streams only. Each value is computed by one block in an order fixed by K.
+#pragma once
+
+#include "kernels/dense/linear.h"
+#include "kernels/moe/moe_gate_up.h"
+
+namespace moelora {
+
+// Rows of a batch against the dense records of a layer. out [T, num_modules, rank_stride].
+struct DenseShrinkArgs {
+  Rows x;  // [T, K] bf16
+  int32_t num_rows = 0;
+  int32_t k = 0;
+  int32_t layer = 0;
+  LoraModule modules[3] = {LoraModule::kNone, LoraModule::kNone, LoraModule::kNone};
+  int32_t num_modules = 0;
+  const LoraBatch* lora = nullptr;  // not null
+  float* out = nullptr;
+  int32_t rank_stride = 0;  // floats, multiple of 8, >= any rank
+};
+void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
+
+// Sorted pairs against the expert records of a layer. out [P, num_modules, rank_stride].
+struct ExpertShrinkArgs {
+  Rows x;                 // bf16, [T, K] by row, or [P, K] in sorted order
+  bool x_sorted = false;
+  MoeOrder order;
+  int32_t num_rows = 0;
+  int32_t top_k = 0;
+  int32_t num_experts = 0;
+  int32_t k = 0;
+  int32_t layer = 0;
+  ExpertModule modules[2] = {ExpertModule::kGate, ExpertModule::kUp};
+  int32_t num_modules = 0;
+  const LoraBatch* lora = nullptr;  // not null
+  float* out = nullptr;
+  int32_t rank_stride = 0;
+};
+void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream);
+
+}  // namespace moelora
