@@ -16,6 +16,7 @@
 #include "kernels/moe/moe_down.h"
 #include "kernels/moe/moe_gate_up.h"
 #include "kernels/moe/moe_sort.h"
+#include "kernels/moe/mxfp4_tiles.h"
 #include "kernels/moe/router_topk.h"
 #include "kernels/sampling/sample_tokens.h"
 
@@ -39,6 +40,7 @@ struct Kernels {
   void (*write_pages)(const WritePagesArgs&, Stream&);
   void (*fill_random)(const FillRandomArgs&, Stream&);
   void (*read_memory)(const ReadMemoryArgs&, Stream&);
+  void (*pack_mxfp4)(const PackMxfp4Args&, Stream&);  // null where experts are read as they are stored
 };
 
 const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests

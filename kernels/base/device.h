@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "kernels/base/dtype.h"
 #include "kernels/base/stream.h"
@@ -19,9 +20,12 @@ struct DeviceInfo {
   std::string name;
   uint64_t memory_bytes = 0;
   uint64_t memory_free_bytes = 0;
+  int32_t num_units = 0;           // multiprocessors
+  int32_t compute_capability = 0;  // 10 * major + minor
 };
 
-// Host memory and device memory of one size: written on the host, pushed, read by ops. One memory on the CPU.
+// Host memory and device memory of one size, both zero at first: written on the host, pushed, read by ops; or written
+// by ops and pulled. One memory on the CPU.
 struct Mirror {
   std::byte* host = nullptr;
   std::byte* device = nullptr;
@@ -60,6 +64,11 @@ class Device {
 
   // Ordered with the stream's ops. The host side of a mirror must not change before the stream was synchronised.
   virtual void push(const Mirror& mirror, size_t offset, size_t bytes, Stream& stream) = 0;
+  // `height` pieces of `width` bytes, `pitch` apart.
+  virtual void push_rows(const Mirror& mirror, size_t offset, size_t pitch, size_t width, size_t height,
+                         Stream& stream) = 0;
+  // Device side to host side, complete once the stream was synchronised.
+  virtual void pull(const Mirror& mirror, size_t offset, size_t bytes, Stream& stream) = 0;
   // Any host memory; both return when the copy is done.
   virtual void copy_to_device(void* to, const void* from, size_t bytes, Stream& stream) = 0;
   virtual void copy_to_host(void* to, const void* from, size_t bytes, Stream& stream) = 0;
@@ -76,5 +85,7 @@ std::unique_ptr<Device> open_device_cpu();
 // In builds with CUDA. The calling thread's current device and last error may change: the caller uses a thread of its
 // own. Throws Error{kNoDevice} (none, driver too old: with the versions).
 std::unique_ptr<Device> open_device_cuda(int index);
+// The GPUs of this machine; none without a driver. Throws nothing of its own.
+std::vector<DeviceInfo> list_devices_cuda();
 
 }  // namespace moelora

@@ -13,7 +13,7 @@ namespace {
 
 class DeviceCpu final : public Device {
  public:
-  [[nodiscard]] DeviceInfo info() const override { return {"cpu", 0, 0}; }  // runtime/memory/host_resources.h knows
+  [[nodiscard]] DeviceInfo info() const override { return {"cpu"}; }  // runtime/memory/host_resources.h knows
   [[nodiscard]] bool is_host() const override { return true; }
   [[nodiscard]] Dtype activation_dtype() const override { return Dtype::kF32; }
   [[nodiscard]] std::unique_ptr<Stream> create_stream(int num_threads, size_t scratch_bytes) override {
@@ -37,6 +37,8 @@ class DeviceCpu final : public Device {
   void release_mirror(const Mirror& mirror) noexcept override { release(mirror.host, mirror.bytes); }
 
   void push(const Mirror&, size_t, size_t, Stream&) override {}
+  void push_rows(const Mirror&, size_t, size_t, size_t, size_t, Stream&) override {}
+  void pull(const Mirror&, size_t, size_t, Stream&) override {}
   void copy_to_device(void* to, const void* from, size_t bytes, Stream&) override { std::memcpy(to, from, bytes); }
   void copy_to_host(void* to, const void* from, size_t bytes, Stream&) override { std::memcpy(to, from, bytes); }
   void synchronize(Stream&) override {}

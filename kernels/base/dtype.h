@@ -10,7 +10,9 @@ namespace moelora {
 
 enum class Dtype : uint8_t { kF32 = 0, kF16 = 1, kBf16 = 2 };
 
-constexpr size_t dtype_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 2; }
+constexpr size_t dtype_bytes(Dtype dtype) {
+  return dtype == Dtype::kF32 ? 4 : 2;
+}
 constexpr const char* dtype_name(Dtype dtype) {
   return dtype == Dtype::kF32 ? "F32" : dtype == Dtype::kF16 ? "F16" : "BF16";
 }
@@ -26,7 +28,9 @@ inline float bf16_to_f32(uint16_t bits) {
 inline uint16_t f32_to_bf16(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return static_cast<uint16_t>((bits >> 16) | 0x40u);
+  }
   bits += 0x7fffu + ((bits >> 16) & 1u);
   return static_cast<uint16_t>(bits >> 16);
 }

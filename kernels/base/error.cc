@@ -4,8 +4,8 @@
 namespace moelora {
 
 void fail_assert(const char* condition, const char* file, int line) {
-  throw Error(Status::kInternal, std::string("broken invariant: ") + condition + " at " + file + ":" +
-                                     std::to_string(line));
+  throw Error(Status::kInternal,
+              std::string("broken invariant: ") + condition + " at " + file + ":" + std::to_string(line));
 }
 
 }  // namespace moelora

@@ -58,5 +58,4 @@ class Error : public std::runtime_error {
 
 }  // namespace moelora
 
-#define MOELORA_ASSERT(condition) \
-  ((condition) ? void(0) : ::moelora::fail_assert(#condition, __FILE__, __LINE__))
+#define MOELORA_ASSERT(condition) ((condition) ? void(0) : ::moelora::fail_assert(#condition, __FILE__, __LINE__))

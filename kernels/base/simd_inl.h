@@ -31,7 +31,9 @@ constexpr int kBlock = 2 * kLanes;  // elements of k that one step of a product 
 // The order in which a product visits k inside a block of 2 L elements, fixed by the weights' dtype.
 // kSplit: even elements, then odd ones (two bf16 in 32 bits part by a shift and a mask). kNatural: as stored.
 enum class PackOrder : uint8_t { kSplit, kNatural };
-constexpr PackOrder pack_order(Dtype dtype) { return dtype == Dtype::kBf16 ? PackOrder::kSplit : PackOrder::kNatural; }
+constexpr PackOrder pack_order(Dtype dtype) {
+  return dtype == Dtype::kBf16 ? PackOrder::kSplit : PackOrder::kNatural;
+}
 
 // One of the two vectors of a block of stored weights, from any address: vector 0 goes with x[0 .. L) of a
 // packed row's block, vector 1 with x[L .. 2 L).

@@ -33,7 +33,9 @@ std::byte* take_scratch(size_t bytes) {
   const size_t alignment = bytes >= kHugePage ? kHugePage : 64;
   const size_t rounded = (std::max<size_t>(bytes, 1) + alignment - 1) / alignment * alignment;
   void* memory = std::aligned_alloc(alignment, rounded);
-  if (memory != nullptr && alignment == kHugePage) madvise(memory, rounded, MADV_HUGEPAGE);
+  if (memory != nullptr && alignment == kHugePage) {
+    madvise(memory, rounded, MADV_HUGEPAGE);
+  }
   return static_cast<std::byte*>(memory);
 }
 
@@ -45,7 +47,9 @@ Stream::Stream(int num_threads, size_t scratch_bytes)
   for (int worker = 0; worker < num_threads; ++worker) {
     std::byte* memory = take_scratch(scratch_bytes_);
     if (memory == nullptr) {
-      for (std::byte* taken : scratch_) std::free(taken);
+      for (std::byte* taken : scratch_) {
+        std::free(taken);
+      }
       throw std::bad_alloc();
     }
     scratch_.push_back(memory);
@@ -65,8 +69,12 @@ Stream::Stream(int num_threads, size_t scratch_bytes)
     stop_.store(true);
     epoch_.fetch_add(1);
     wake_.notify_all();
-    for (std::thread& thread : threads_) thread.join();
-    for (std::byte* taken : scratch_) std::free(taken);
+    for (std::thread& thread : threads_) {
+      thread.join();
+    }
+    for (std::byte* taken : scratch_) {
+      std::free(taken);
+    }
     throw;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -79,8 +87,12 @@ Stream::~Stream() {
     epoch_.fetch_add(1);
   }
   wake_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
-  for (std::byte* memory : scratch_) std::free(memory);
+  for (std::thread& thread : threads_) {
+    thread.join();
+  }
+  for (std::byte* memory : scratch_) {
+    std::free(memory);
+  }
 }
 
 void Stream::run(Entry entry, const void* context) {
@@ -122,7 +134,9 @@ void Stream::worker_loop(int worker) {
       sleeping_.fetch_sub(1, std::memory_order_seq_cst);
     }
     ++seen;
-    if (stop_.load()) return;
+    if (stop_.load()) {
+      return;
+    }
     entry_(context_, worker);
     remaining_.fetch_sub(1, std::memory_order_release);
   }

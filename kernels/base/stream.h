@@ -42,16 +42,22 @@ class Stream {
   // which index varies; a task must own its outputs alone, so that results do not depend on it.
   template <class Task>
   void parallel_for(size_t count, const Task& task) {
-    if (count == 0) return;
+    if (count == 0) {
+      return;
+    }
     if (count == 1 || num_threads_ == 1) {
-      for (size_t index = 0; index < count; ++index) task(index, 0);
+      for (size_t index = 0; index < count; ++index) {
+        task(index, 0);
+      }
       return;
     }
     std::atomic<size_t> ticket{0};
     parallel([&](int worker) {
       for (;;) {
         const size_t index = ticket.fetch_add(1, std::memory_order_relaxed);
-        if (index >= count) return;
+        if (index >= count) {
+          return;
+        }
         task(index, worker);
       }
     });

@@ -64,8 +64,8 @@ class DeviceCuda final : public Device {
                                          (error == cudaSuccess ? "no NVIDIA GPU" : cudaGetErrorString(error)));
     }
     if (index >= count) {
-      throw Error(Status::kNoDevice, "device 'cuda:" + std::to_string(index) + "': there are " +
-                                         std::to_string(count) + " GPUs, numbered from 0");
+      throw Error(Status::kNoDevice, "device 'cuda:" + std::to_string(index) + "': there are " + std::to_string(count) +
+                                         " GPUs, numbered from 0");
     }
     check_cuda(cudaSetDevice(index), "cudaSetDevice");
     check_cuda(cudaGetDeviceProperties(&properties_, index), "cudaGetDeviceProperties");
@@ -90,7 +90,8 @@ class DeviceCuda final : public Device {
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     check_cuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
-    return {properties_.name, total_bytes, free_bytes};
+    return {properties_.name, total_bytes, free_bytes, properties_.multiProcessorCount,
+            properties_.major * 10 + properties_.minor};
   }
   [[nodiscard]] bool is_host() const override { return false; }
   [[nodiscard]] Dtype activation_dtype() const override { return Dtype::kBf16; }
@@ -127,12 +128,15 @@ class DeviceCuda final : public Device {
     void* host = nullptr;
     check_cuda(cudaMallocHost(&host, bytes), what);
     mirror.host = static_cast<std::byte*>(host);
+    std::memset(host, 0, bytes);
     try {
       mirror.device = allocate(bytes, what);
     } catch (...) {
       cudaFreeHost(host);
       throw;
     }
+    check_cuda(cudaMemset(mirror.device, 0, bytes), what);
+    check_cuda(cudaStreamSynchronize(nullptr), what);
     return mirror;
   }
   void release_mirror(const Mirror& mirror) noexcept override {
@@ -144,6 +148,18 @@ class DeviceCuda final : public Device {
     check_cuda(cudaMemcpyAsync(mirror.device + offset, mirror.host + offset, bytes, cudaMemcpyHostToDevice,
                                cuda_stream(stream)),
                "copy to the device");
+  }
+
+  void push_rows(const Mirror& mirror, size_t offset, size_t pitch, size_t width, size_t height,
+                 Stream& stream) override {
+    check_cuda(cudaMemcpy2DAsync(mirror.device + offset, pitch, mirror.host + offset, pitch, width, height,
+                                 cudaMemcpyHostToDevice, cuda_stream(stream)),
+               "copy to the device");
+  }
+  void pull(const Mirror& mirror, size_t offset, size_t bytes, Stream& stream) override {
+    check_cuda(cudaMemcpyAsync(mirror.host + offset, mirror.device + offset, bytes, cudaMemcpyDeviceToHost,
+                               cuda_stream(stream)),
+               "copy to the host");
   }
 
   // Through two page-locked halves: pageable memory, a mapped file above all, is read by the CPU while the other half
@@ -172,7 +188,7 @@ class DeviceCuda final : public Device {
 
   [[nodiscard]] bool can_record() const override { return true; }
   void begin_recording(Stream& stream) override {
-    check_cuda(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeThreadLocal), "recording a step");
+    check_cuda(cudaStreamBeginCapture(cuda_stream(stream), cudaStreamCaptureModeRelaxed), "recording a step");
   }
   [[nodiscard]] std::unique_ptr<Graph> end_recording(Stream& stream) override {
     cudaGraph_t graph = nullptr;
@@ -198,6 +214,32 @@ class DeviceCuda final : public Device {
 };
 
 }  // namespace
+
+std::vector<DeviceInfo> list_devices_cuda() {
+  std::vector<DeviceInfo> found;
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess) {
+    cudaGetLastError();
+    return found;
+  }
+  for (int i = 0; i < count; ++i) {
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, i) != cudaSuccess) {
+      cudaGetLastError();
+      continue;
+    }
+    DeviceInfo info{properties.name, properties.totalGlobalMem, 0, properties.multiProcessorCount,
+                    properties.major * 10 + properties.minor};
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    if (cudaSetDevice(i) == cudaSuccess && cudaMemGetInfo(&free_bytes, &total_bytes) == cudaSuccess) {
+      info.memory_free_bytes = free_bytes;
+    }
+    cudaGetLastError();
+    found.push_back(info);
+  }
+  return found;
+}
 
 std::unique_ptr<Device> open_device_cuda(int index) {
   return std::make_unique<DeviceCuda>(index);

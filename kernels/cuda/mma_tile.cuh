@@ -37,7 +37,9 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
                : "l"(address));
   return value;
 }
-__device__ __forceinline__ uint4 zero_chunk() { return make_uint4(0, 0, 0, 0); }
+__device__ __forceinline__ uint4 zero_chunk() {
+  return make_uint4(0, 0, 0, 0);
+}
 
 // Eight E2M1 values (a word of an MXFP4 tile) times `scale`, a bf16 pair of 2^(E - 1), as a bf16 chunk. The three low
 // bits of a value, put at bits 8..6 of a bf16, read as that value times 2^-126, the subnormal 0.5 included.

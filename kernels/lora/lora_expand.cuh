@@ -52,8 +52,14 @@ __device__ __forceinline__ void lora_expand(float (&acc)[NT][4], const AdapterTa
       if (panel < panels && s[j] != nullptr) {
         const float4 a = *reinterpret_cast<const float4*>(s[j] + panel * 8);
         const float4 b = *reinterpret_cast<const float4*>(s[j] + panel * 8 + 4);
-        values[0] = a.x; values[1] = a.y; values[2] = a.z; values[3] = a.w;
-        values[4] = b.x; values[5] = b.y; values[6] = b.z; values[7] = b.w;
+        values[0] = a.x;
+        values[1] = a.y;
+        values[2] = a.z;
+        values[3] = a.w;
+        values[4] = b.x;
+        values[5] = b.y;
+        values[6] = b.z;
+        values[7] = b.w;
       }
       const SplitChunk x = split_chunk(values);
       mma_chunk(acc[j], low, high, x.high);

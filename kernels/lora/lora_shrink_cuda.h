@@ -28,7 +28,7 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
 
 // Sorted pairs against the expert records of a layer. out [P, num_modules, rank_stride].
 struct ExpertShrinkArgs {
-  Rows x;                 // bf16, [T, K] by row, or [P, K] in sorted order
+  Rows x;  // bf16, [T, K] by row, or [P, K] in sorted order
   bool x_sorted = false;
   MoeOrder order;
   int32_t num_rows = 0;

@@ -21,9 +21,9 @@ struct ExpertWeights {
   int32_t rows = 0;                   // N
   int32_t cols = 0;                   // K
   ExpertFormat format = ExpertFormat::kRows;
-  int32_t row_step = 1;                         // row n is stored row n * row_step: 2 where gate and up alternate
-  const uint8_t* const* scales = nullptr;       // [E], MXFP4 only
-  const float* bias = nullptr;                  // [E, N] or null
+  int32_t row_step = 1;                    // row n is stored row n * row_step: 2 where gate and up alternate
+  const uint8_t* const* scales = nullptr;  // [E], MXFP4 only
+  const float* bias = nullptr;             // [E, N] or null
 };
 
 enum class MoeActivation : uint8_t { kSilu = 0, kClampedSwiglu = 1 };

@@ -10,18 +10,18 @@
 namespace moelora {
 
 struct MoeCombineArgs {
-  Rows down;                        // [T * K, H], sorted order
-  const float* weights = nullptr;   // [T, K]
+  Rows down;                       // [T * K, H], sorted order
+  const float* weights = nullptr;  // [T, K]
   MoeOrder order;
   int32_t num_rows = 0;
   int32_t top_k = 0;
-  int32_t width = 0;                // H
-  Rows shared;                      // [T, H] or data == null
-  Rows shared_gate;                 // [T, 1] or data == null
-  Rows hidden;                      // [T, H], accumulated
+  int32_t width = 0;  // H
+  Rows shared;        // [T, H] or data == null
+  Rows shared_gate;   // [T, 1] or data == null
+  Rows hidden;        // [T, H], accumulated
 };
 
-void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream);   // reference
+void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream);  // reference
 void moe_combine_simd(const MoeCombineArgs& args, Stream& stream);
 void moe_combine_cuda(const MoeCombineArgs& args, Stream& stream);  // down bf16 or fp32, the rest fp32
 

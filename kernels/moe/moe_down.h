@@ -8,21 +8,21 @@
 namespace moelora {
 
 struct MoeDownArgs {
-  Rows act;                         // [T * K, I], sorted order
-  ExpertWeights down;               // [H, I] each
+  Rows act;            // [T * K, I], sorted order
+  ExpertWeights down;  // [H, I] each
   MoeOrder order;
-  int32_t num_rows = 0;             // T
+  int32_t num_rows = 0;  // T
   int32_t top_k = 0;
   int32_t num_experts = 0;
   int32_t layer = 0;
   const LoraBatch* lora = nullptr;  // may be null
   Compute compute = Compute::kExact;
-  Rows out;                         // [T * K, H], sorted order
-  std::byte* scratch = nullptr;     // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank)
+  Rows out;                      // [T * K, H], sorted order
+  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank)
   size_t scratch_bytes = 0;
 };
 
-void moe_down_cpu(const MoeDownArgs& args, Stream& stream);   // reference
+void moe_down_cpu(const MoeDownArgs& args, Stream& stream);  // reference
 void moe_down_simd(const MoeDownArgs& args, Stream& stream);
 void moe_down_cuda(const MoeDownArgs& args, Stream& stream);  // act bf16, out bf16
 

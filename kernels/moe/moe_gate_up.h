@@ -17,24 +17,24 @@
 namespace moelora {
 
 struct MoeGateUpArgs {
-  Rows x;                           // [T, H]
-  ExpertWeights gate;               // [I, H] each
-  ExpertWeights up;                 // [I, H] each
+  Rows x;              // [T, H]
+  ExpertWeights gate;  // [I, H] each
+  ExpertWeights up;    // [I, H] each
   MoeOrder order;
-  int32_t num_rows = 0;             // T
+  int32_t num_rows = 0;  // T
   int32_t top_k = 0;
   int32_t num_experts = 0;
   int32_t layer = 0;
   const LoraBatch* lora = nullptr;  // may be null
   Compute compute = Compute::kExact;
   MoeActivation activation = MoeActivation::kSilu;
-  float limit = 0.0f;               // kClampedSwiglu
-  Rows act;                         // [T * K, I]
-  std::byte* scratch = nullptr;     // >= linear_scratch_bytes(T, H, lora pairs, max_rank)
+  float limit = 0.0f;            // kClampedSwiglu
+  Rows act;                      // [T * K, I]
+  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T, H, lora pairs, max_rank)
   size_t scratch_bytes = 0;
 };
 
-void moe_gate_up_cpu(const MoeGateUpArgs& args, Stream& stream);   // reference
+void moe_gate_up_cpu(const MoeGateUpArgs& args, Stream& stream);  // reference
 void moe_gate_up_simd(const MoeGateUpArgs& args, Stream& stream);
 void moe_gate_up_cuda(const MoeGateUpArgs& args, Stream& stream);  // x bf16, act bf16
 

@@ -13,14 +13,14 @@ namespace moelora {
 enum class RouterScore : uint8_t { kSoftmax = 0 };
 
 struct RouterTopkArgs {
-  Rows logits;                // [T, E] fp32; base + bias + LoRA
+  Rows logits;  // [T, E] fp32; base + bias + LoRA
   int32_t num_rows = 0;
   int32_t num_experts = 0;
   int32_t top_k = 0;
   RouterScore score = RouterScore::kSoftmax;
   bool renormalize = false;
-  int32_t* ids = nullptr;     // [T, K]
-  float* weights = nullptr;   // [T, K]
+  int32_t* ids = nullptr;    // [T, K]
+  float* weights = nullptr;  // [T, K]
 };
 
 void router_topk_cpu(const RouterTopkArgs& args, Stream& stream);

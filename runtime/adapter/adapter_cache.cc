@@ -7,17 +7,19 @@
 
 namespace moelora {
 
-AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts)
+AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts, Device& device)
     : pool_(pool),
       num_experts_(num_experts),
       pages_per_slot_(pool.num_pages()),
-      slots_(static_cast<size_t>(num_resident_max) + 1) {
+      slots_(static_cast<size_t>(num_resident_max) + 1),
+      device_(device) {
   // A row as wide as the pool serves every adapter that fits at all; beyond 16 M entries the widest adapter is
   // bounded instead (register_adapter checks).
   const int64_t entries_max = int64_t{16} << 20;
   pages_per_slot_ = static_cast<int32_t>(
       std::min<int64_t>(pages_per_slot_, std::max<int64_t>(1, entries_max / static_cast<int64_t>(slots_.size()))));
-  page_table_.assign(slots_.size() * static_cast<size_t>(pages_per_slot_), 0);
+  page_table_ = std::make_unique<MirrorMemory>(
+      device, slots_.size() * static_cast<size_t>(pages_per_slot_) * sizeof(PageId), "page table of adapters");
   uploads_.reserve(slots_.size());
 }
 
@@ -191,6 +193,9 @@ void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
     args.bytes = static_cast<int64_t>(entry.image->stream.size());
     args.pages = page_row(slot);
     kernels.write_pages(args, stream);
+    const size_t pitch = static_cast<size_t>(pages_per_slot_) * sizeof(PageId);
+    device_.push(page_table_->mirror(), static_cast<size_t>(slot) * pitch,
+                 static_cast<size_t>(entry.num_pages) * sizeof(PageId), stream);
   }
   uploads_.clear();
 }
@@ -198,7 +203,7 @@ void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
 AdapterTable AdapterCache::table() const {
   AdapterTable table;
   table.pool = pool_.base();
-  table.page_table = page_table_.data();
+  table.page_table = reinterpret_cast<const PageId*>(page_table_->device());
   table.pages_per_slot = pages_per_slot_;
   table.page_granules = static_cast<int32_t>(pool_.page_bytes() / static_cast<int64_t>(kGranuleBytes));
   table.num_experts = num_experts_;
@@ -219,7 +224,7 @@ void AdapterCache::audit() const {
       continue;
     }
     MOELORA_ASSERT(entry.num_pages == pages_of(*entry.image));
-    const PageId* row = page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_;
+    const PageId* row = page_row(static_cast<int32_t>(slot));
     for (int32_t i = 0; i < entry.num_pages; ++i) {
       MOELORA_ASSERT(pool_.leases(row[i]) == 1);
     }

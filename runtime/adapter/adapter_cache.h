@@ -19,7 +19,7 @@ namespace moelora {
 
 class AdapterCache {
  public:
-  AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts);
+  AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts, Device& device);
   ~AdapterCache();
   AdapterCache(const AdapterCache&) = delete;
   AdapterCache& operator=(const AdapterCache&) = delete;
@@ -60,8 +60,8 @@ class AdapterCache {
     int32_t users = 0;
     uint64_t last_used = 0;
   };
-  [[nodiscard]] PageId* page_row(int32_t slot) {
-    return page_table_.data() + static_cast<int64_t>(slot) * pages_per_slot_;
+  [[nodiscard]] PageId* page_row(int32_t slot) const {
+    return reinterpret_cast<PageId*>(page_table_->host()) + static_cast<int64_t>(slot) * pages_per_slot_;
   }
   [[nodiscard]] int32_t find_slot(const AdapterImage* image) const;
   [[nodiscard]] bool is_pinned(const AdapterImage* image) const;
@@ -72,9 +72,10 @@ class AdapterCache {
   PagePool& pool_;
   int32_t num_experts_;
   int32_t pages_per_slot_;
-  std::vector<Slot> slots_;          // [0] is "no adapter"
-  std::vector<int32_t> page_table_;  // [slots, pages_per_slot]
-  std::vector<int32_t> uploads_;     // slots to fill before the next forward
+  std::vector<Slot> slots_;  // [0] is "no adapter"
+  Device& device_;
+  std::unique_ptr<MirrorMemory> page_table_;  // int32 [slots, pages_per_slot]
+  std::vector<int32_t> uploads_;              // slots to fill before the next forward
   std::vector<std::shared_ptr<Adapter>> adapters_;
   std::unordered_map<std::string, std::shared_ptr<Adapter>> names_;
   uint64_t clock_ = 0;

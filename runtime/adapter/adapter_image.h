@@ -28,6 +28,9 @@ struct AdapterImage {
   int32_t num_tensors = 0;                            // of the file, all used
   int32_t num_tensors_unmatched = 0;                  // lenient load only
   std::string dtype;                                  // "BF16", "F32", "F16", "mixed": as stored
+  // Bytes of the matrices in the stream, over all layers: of dense modules, and of experts.
+  uint64_t dense_matrix_bytes = 0;
+  uint64_t expert_matrix_bytes = 0;
   uint64_t file_bytes = 0;
   uint64_t fingerprint = 0;  // of config and weights bytes
   std::vector<std::string> warnings;

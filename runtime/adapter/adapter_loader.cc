@@ -70,6 +70,10 @@ void describe(const std::vector<AdapterRecord>& records, AdapterImage& image) {
     image.max_rank = std::max(image.max_rank, record.rank);
     image.modules |= 1u << (record.expert < 0 ? record.module : 16 + record.module);
     layers.insert(record.layer);
+    const auto bytes = static_cast<uint64_t>(matrix_granules(record.rank, record.a.columns, record.dtype) +
+                                             matrix_granules(record.rank, record.b.columns, record.dtype)) *
+                       kGranuleBytes;
+    (record.expert < 0 ? image.dense_matrix_bytes : image.expert_matrix_bytes) += bytes;
     if (record.expert >= 0) {
       experts.emplace(record.layer, record.expert);
     }

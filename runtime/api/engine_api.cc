@@ -52,7 +52,7 @@ moelora_engine_info engine_info(const EngineInfo& info) {
   out.max_lora_rank = info.max_lora_rank;
   out.kv_block_tokens = info.kv_block_tokens;
   out.num_threads = info.num_threads;
-  out.device_kind = MOELORA_DEVICE_CPU;
+  out.device_kind = info.is_cuda ? MOELORA_DEVICE_CUDA : MOELORA_DEVICE_CPU;
   out.bos_token = config.bos_token_id;
   out.eos_token = config.eos_token_ids.empty() ? -1 : config.eos_token_ids.front();
   out.weight_bytes = info.weight_bytes;

@@ -3,7 +3,9 @@
 // everywhere, also in a forked child, and touch nothing.
 #include <iterator>
 
+#include "kernels/base/device.h"
 #include "runtime/api/boundary.h"
+#include "runtime/engine/apart.h"
 #include "runtime/engine/log.h"
 #include "runtime/memory/host_memory.h"
 #include "runtime/memory/host_resources.h"
@@ -96,9 +98,18 @@ moelora_status moelora_log_read(int32_t timeout_ms, char* buf, size_t cap, size_
   });
 }
 
+// Device 0 is the CPU, device n GPU n - 1.
+static std::vector<DeviceInfo> gpus() {
+  std::vector<DeviceInfo> found;
+#ifdef MOELORA_HAVE_CUDA
+  run_apart([&] { found = list_devices_cuda(); });
+#endif
+  return found;
+}
+
 moelora_status moelora_device_count(int32_t* count, moelora_error* err) {
   return guard(err, [&] {
-    required(count, "count") = 1;
+    required(count, "count") = 1 + static_cast<int32_t>(gpus().size());
     return Status::kOk;
   });
 }
@@ -106,11 +117,24 @@ moelora_status moelora_device_count(int32_t* count, moelora_error* err) {
 moelora_status moelora_device_info_get(int32_t device, moelora_device_info* info, moelora_error* err) {
   return guard(err, [&] {
     check_struct(info, "info");
+    moelora_device_info found = {};
     if (device != 0) {
-      throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there is 1", device));
+      const std::vector<DeviceInfo> others = gpus();
+      if (device < 0 || static_cast<size_t>(device) > others.size()) {
+        throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there {} {}, numbered from 0", device,
+                                                   others.empty() ? "is" : "are", others.size() + 1));
+      }
+      const DeviceInfo& gpu = others[static_cast<size_t>(device) - 1];
+      found.kind = MOELORA_DEVICE_CUDA;
+      found.memory_bytes = gpu.memory_bytes;
+      found.memory_free_bytes = gpu.memory_free_bytes;
+      found.num_units = gpu.num_units;
+      found.compute_capability = gpu.compute_capability;
+      copy_text(found.name, sizeof found.name, gpu.name);
+      write_struct(info, found);
+      return Status::kOk;
     }
     const HostResources host = host_resources();
-    moelora_device_info found = {};
     found.kind = MOELORA_DEVICE_CPU;
     found.memory_bytes = host.memory_bytes;
     found.memory_free_bytes = host.memory_free_bytes;

@@ -100,11 +100,17 @@ void Engine::Parts::stage() {
     sequence.token_state_ready = true;
   }
   step_input->stage(batch_, *pool, *adapters);
+  step_input->push(*stream);
 }
 
 void Engine::Parts::forward() {
-  counts_ = ForwardCounts();
-  model->forward(step_input->forward_input(), *workspace, *stream, &counts_);
+  Graph* graph = graph_of_batch();
+  if (graph != nullptr) {
+    device->launch(*graph, *stream);
+  } else {
+    model->forward(step_input->forward_input(), *workspace, *stream);
+  }
+  device->pull(workspace->totals().mirror(), 0, workspace->totals().bytes(), *stream);
 }
 
 void Engine::Parts::sample() {
@@ -115,6 +121,7 @@ void Engine::Parts::sample() {
   args.rows = step_input->sample_rows();
   args.outputs = outputs_.data();
   kernels->sample_tokens(args, *stream);
+  device->synchronize(*stream);
 }
 
 void Engine::Parts::commit(double now) {
@@ -127,7 +134,12 @@ void Engine::Parts::commit(double now) {
     return;
   }
   for (const CaptureRow& capture : step_input->captures()) {
-    capture.sequence->submission->stream->capture(capture.position, workspace->logits.row(capture.logit_row));
+    const float* row = workspace->logits.row(capture.logit_row);
+    if (!device->is_host()) {
+      device->copy_to_host(captured_.data(), row, captured_.size() * sizeof(float), *stream);
+      row = captured_.data();
+    }
+    capture.sequence->submission->stream->capture(capture.position, row);
   }
   for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
     commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);

@@ -27,6 +27,7 @@ namespace moelora {
 struct EngineInfo {
   ModelConfig config;
   std::string device_name;
+  bool is_cuda = false;
   int32_t max_context_tokens = 0;
   int32_t max_num_sequences = 0;
   int32_t max_batch_tokens = 0;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "runtime/engine/apart.h"
 #include "runtime/engine/engine_parts.h"
 #include "runtime/engine/memory_plan.h"
 #include "runtime/memory/host_resources.h"
@@ -13,28 +14,44 @@ namespace moelora {
 namespace {
 
 constexpr size_t kNumRecords = 65536;
+constexpr int32_t kGraphRows = 64;                       // wider steps hide their launches behind their work
 constexpr size_t kWorkerScratchBytes = size_t{2} << 20;  // the tiles of the CPU kernels
 
 }  // namespace
 
-Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
-  if (options.device != "cpu") {
-    throw Error(Status::kNoDevice, "device '" + options.device + "': this build has the cpu backend only");
+void Engine::Parts::open_device() {
+  if (!is_cuda(options)) {
+    device = open_device_cpu();
+    kernels = options.kernels == "reference" ? &kernels_reference() : &kernels_cpu();
+    return;
   }
-  const auto report = [&](double done) {
-    if (options.progress != nullptr) {
-      options.progress->report(done);
-    }
-  };
-  config = load_model_config(model_dir);
-  report(0.05);
-  weights = options.random_weights ? Weights::random(config, static_cast<uint64_t>(options.seed))
-                                   : Weights::load(model_dir, config);
-  report(0.8);
-  kernels = options.kernels == "reference" ? &kernels_reference() : &kernels_cpu();
+#ifdef MOELORA_HAVE_CUDA
+  device = open_device_cuda(options.device.size() > 5 ? std::stoi(options.device.substr(5)) : 0);
+  kernels = &kernels_cuda();
+  if (options.deterministic) {
+    throw Error(Status::kUnsupported, "deterministic = true is not available on device '" + options.device + "'");
+  }
+  options.compute = Compute::kBf16;
+#else
+  throw Error(Status::kNoDevice, "device '" + options.device + "': this build has the cpu backend only");
+#endif
+}
 
+void Engine::Parts::open_weights(const std::string& model_dir) {
+  const bool random = options.random_weights;
+  const auto seed = static_cast<uint64_t>(options.seed);
+  if (device->is_host()) {
+    weights = random ? Weights::random(config, seed) : Weights::load(model_dir, config);
+    return;
+  }
+  weights = random ? Weights::shapes(config) : Weights::load(model_dir, config);
+  weights->move_to(*device, *stream, *kernels, config, random, seed);
+}
+
+void Engine::Parts::size_up() {
   info.config = config;
-  info.device_name = std::string("cpu (") + kernels->name + ")";
+  info.device_name = device->is_host() ? std::string("cpu (") + kernels->name + ")" : device->info().name;
+  info.is_cuda = !device->is_host();
   info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : host_resources().num_cores;
   info.max_context_tokens = plan_context_tokens(options, config);
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
@@ -49,28 +66,73 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
                                 plan_kv_dtype(options));
   info.page_bytes = geometry.page_bytes;
   info.pages_per_block = geometry.layout.num_groups;
-  info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, host_resources().memory_free_bytes);
-  info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
+}
 
-  stream = std::make_unique<Stream>(
-      info.num_threads,
+// Decode steps of every number of rows up to kGraphRows, with and without adapters. One step runs first, on zeros: it
+// loads the kernels and lets libraries choose theirs.
+void Engine::Parts::record_graphs() {
+  if (!device->can_record() || !options.graphs) {
+    return;
+  }
+  const int32_t rows_max = std::min(kGraphRows, info.max_num_sequences);
+  for (int32_t rows = 1; rows <= rows_max; ++rows) {
+    for (const bool with_adapters : {false, true}) {
+      const ForwardInput input = step_input->decode_input(rows, with_adapters, *pool, *adapters);
+      if (rows == 1) {
+        model->forward(input, *workspace, *stream);
+        device->synchronize(*stream);
+      }
+      device->begin_recording(*stream);
+      model->forward(input, *workspace, *stream);
+      graphs_.push_back(device->end_recording(*stream));
+    }
+  }
+}
+
+Graph* Engine::Parts::graph_of_batch() const {
+  const ForwardInput& input = step_input->forward_input();
+  const size_t index = 2 * static_cast<size_t>(input.num_rows - 1) + (input.lora != nullptr ? 1 : 0);
+  return step_input->is_decode() && index < graphs_.size() ? graphs_[index].get() : nullptr;
+}
+
+Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
+  const auto report = [&](double done) {
+    if (options.progress != nullptr) {
+      options.progress->report(done);
+    }
+  };
+  config = load_model_config(model_dir);
+  open_device();
+  report(0.05);
+  stream = device->create_stream(
+      options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : host_resources().num_cores,
       std::max(kWorkerScratchBytes, sample_tokens_scratch_bytes(static_cast<size_t>(config.vocab_size))));
-  pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes);
-  adapters = std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_experts);
+  open_weights(model_dir);
+  report(0.8);
+  size_up();
   const int32_t logit_rows = info.max_num_sequences;
+  const int32_t rank_limit = (info.max_lora_rank + kTileRanks - 1) / kTileRanks * kTileRanks;
+  workspace =
+      std::make_unique<Workspace>(config, WorkspaceLimits{info.max_batch_tokens, logit_rows, rank_limit}, *device);
+  info.workspace_bytes = workspace->bytes();
+  const uint64_t free_bytes = device->is_host() ? host_resources().memory_free_bytes : device->info().memory_free_bytes;
+  info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
+  info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
+  pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
+  adapters = std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_experts, *device);
   const SchedulerLimits limits{info.max_num_sequences, info.max_batch_tokens, logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
                                static_cast<int32_t>(options.output_buffer_tokens)};
   scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
-  workspace = std::make_unique<Workspace>(
-      config, WorkspaceLimits{info.max_batch_tokens, logit_rows, (info.max_lora_rank + 7) / 8 * 8});
-  info.workspace_bytes = workspace->bytes();
-  step_input = std::make_unique<StepInput>(StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
-                                                           geometry.blocks(info.max_context_tokens), config.vocab_size},
-                                           geometry);
+  step_input = std::make_unique<StepInput>(
+      StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
+                      geometry.blocks(info.max_context_tokens), config.vocab_size, rank_limit},
+      geometry, *device);
   model = std::make_unique<Model>(config, *weights, *kernels, options.compute);
+  record_graphs();
 
   report(0.95);
+  captured_.resize(static_cast<size_t>(config.vocab_size));
   batch_.entries.reserve(static_cast<size_t>(info.max_num_sequences));
   outputs_.resize(static_cast<size_t>(logit_rows));
   emissions_.resize(static_cast<size_t>(2 * info.max_num_sequences + options.max_queued_requests) + 1);
@@ -122,11 +184,18 @@ void Engine::Parts::wake() {
 }
 
 Engine::Engine() = default;
-Engine::~Engine() = default;
+Engine::~Engine() {
+  if (parts_ == nullptr) {
+    return;
+  }
+  parts_->stop();
+  run_apart([&] { parts_.reset(); });
+}
 
 std::shared_ptr<Engine> Engine::create(const EngineOptions& options, const std::string& model_dir) {
   std::shared_ptr<Engine> engine(new Engine());
-  engine->parts_ = std::make_unique<Parts>(options, model_dir);
+  // Opening a GPU changes the calling thread's device and last error.
+  run_apart([&] { engine->parts_ = std::make_unique<Parts>(options, model_dir); });
   engine->parts_->start();
   return engine;
 }

@@ -53,6 +53,7 @@ class Engine::Parts {
 
   EngineOptions options;
   ModelConfig config;
+  std::unique_ptr<Device> device;  // before, and so released after, all that lives on it
   std::unique_ptr<Weights> weights;
   const Kernels* kernels = nullptr;
   KvGeometry geometry;
@@ -104,11 +105,18 @@ class Engine::Parts {
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
   void fail(Status status, const std::string& message);
   void probe_bandwidth_now();
+  void open_device();
+  void open_weights(const std::string& model_dir);
+  void size_up();
+  void record_graphs();
+  [[nodiscard]] Graph* graph_of_batch() const;
   void record_step(double start, double end);
   void audit_step();
 
   Batch batch_;
-  ForwardCounts counts_;
+  std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
+  std::vector<float> captured_;                 // one row of logits on its way to a reader
+  uint32_t totals_before_[2] = {0, 0};          // of MoeOrder::totals, at the last step
   std::vector<SampleOutput> outputs_;
   std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
   size_t num_emissions_ = 0;

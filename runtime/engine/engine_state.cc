@@ -15,7 +15,7 @@ std::atomic<uint64_t> next_id{1};
 AdapterLoadOptions Engine::adapter_load_options() const {
   AdapterLoadOptions options;
   options.max_rank = parts_->info.max_lora_rank;
-  options.compute = parts_->options.compute;
+  options.compute = parts_->options.compute;  // bf16 on a GPU: its kernels read bf16 streams only
   const std::string& orientation = parts_->options.expert_orientation;
   if (orientation == "natural") {
     options.orientation = ExpertOrientation::kNatural;

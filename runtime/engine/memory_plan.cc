@@ -13,6 +13,9 @@ namespace moelora {
 namespace {
 
 constexpr uint64_t kAdapterAllowanceBytes = uint64_t{1} << 30;
+// A GPU is there for this; a host's memory is not.
+constexpr double kGpuFraction = 0.9;
+constexpr double kHostFraction = 0.25;
 constexpr int64_t kPagesMax = int64_t{1} << 24;
 
 uint64_t linear_granules(int32_t outputs, int32_t inputs, int32_t rank) {
@@ -22,7 +25,14 @@ uint64_t linear_granules(int32_t outputs, int32_t inputs, int32_t rank) {
 
 }  // namespace
 
+bool is_cuda(const EngineOptions& options) {
+  return options.device.compare(0, 4, "cuda") == 0;
+}
+
 Dtype plan_kv_dtype(const EngineOptions& options) {
+  if (options.kv_dtype == "auto") {
+    return is_cuda(options) ? Dtype::kBf16 : Dtype::kF32;
+  }
   return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32;
 }
 
@@ -41,7 +51,11 @@ int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry
                               static_cast<double>(options.max_num_sequences) *
                               static_cast<double>(geometry.page_bytes) +
                           static_cast<double>(kAdapterAllowanceBytes);
-    bytes = std::min(static_cast<double>(free_bytes) * options.device_memory_fraction, useful);
+    double fraction = options.device_memory_fraction;
+    if (fraction == 0) {
+      fraction = is_cuda(options) ? kGpuFraction : kHostFraction;
+    }
+    bytes = std::min(static_cast<double>(free_bytes) * fraction, useful);
   }
   const auto pages = static_cast<int64_t>(bytes / static_cast<double>(geometry.page_bytes));
   if (pages < geometry.layout.num_groups) {
@@ -85,7 +99,8 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   const auto rows = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
   const auto rank_limit = static_cast<int32_t>((options.max_lora_rank + 7) / 8 * 8);
   const auto sequences = static_cast<int32_t>(options.max_num_sequences);
-  plan.workspace_bytes = Workspace(config, WorkspaceLimits{rows, sequences, rank_limit}).bytes();
+  plan.workspace_bytes = Workspace::bytes_needed(config, WorkspaceLimits{rows, sequences, rank_limit},
+                                                 is_cuda(options) ? Dtype::kBf16 : Dtype::kF32);
 
   const KvGeometry geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
                                                  static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));

@@ -29,6 +29,7 @@ struct MemoryPlan {
 // context and a GiB of adapters could use. Throws Error{kDeviceNomem} if not even one block fits.
 int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry, int64_t context_tokens,
                         uint64_t free_bytes);
+bool is_cuda(const EngineOptions& options);
 Dtype plan_kv_dtype(const EngineOptions& options);
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config);
 // Bytes of an adapter's stream of one rank, bf16, on q, k, v, o and on every expert (dense models: the MLP).

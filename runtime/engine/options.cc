@@ -41,7 +41,8 @@ const std::vector<Row>& rows() {
   constexpr auto kMax64 = static_cast<double>(kNoLimit);
   // clang-format off
   static const std::vector<Row>& table = *new std::vector<Row>{
-      {{"device", kString, "cpu", "Where the model runs."}, &O::device, 0, 0, {"cpu", "cuda"}},
+      {{"device", kString, "cpu", "Where the model runs."}, &O::device, 0, 0, {"cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3",
+       "cuda:4", "cuda:5", "cuda:6", "cuda:7"}},
       {{"num_threads", kInt, "0", "CPU workers; 0 = one for each core that the process may use."},
        &O::num_threads, 0, 4096},
       {{"compute", kString, "exact", "Activations of matrix products: exact (fp32) or bf16."},
@@ -55,8 +56,8 @@ const std::vector<Row>& rows() {
       {{"seed", kInt, "0", "Of random weights."}, &O::seed, 0, kMax64},
       {{"device_memory_bytes", kInt, "0", "Page pool of KV and adapters; 0 = device_memory_fraction decides."},
        &O::device_memory_bytes, 0, kMax64},
-      {{"device_memory_fraction", kNumber, "0.25", "Page pool, as a fraction of the memory free at creation."},
-       &O::device_memory_fraction, 0.001, 1.0},
+      {{"device_memory_fraction", kNumber, "0", "Page pool, as a fraction of the memory free at creation; 0 = 0.25 on the CPU, 0.9 on a GPU."},
+       &O::device_memory_fraction, 0.0, 1.0},
       {{"host_memory_bytes", kInt, "0", "Limit on host copies of adapters; 0 = none."},
        &O::host_memory_bytes, 0, kMax64},
       {{"max_adapters_resident", kInt, "64", "Adapters on the device at once."}, &O::max_adapters_resident, 1, 65536},
@@ -79,6 +80,7 @@ const std::vector<Row>& rows() {
        &O::expert_b_layout, 0, 0, {"auto", "rank_major", "grouped_by_expert"}},
       {{"kernels", kString, "auto", "CPU: auto, or reference (plain loops, slow)."},
        &O::kernels, 0, 0, {"auto", "reference"}},
+      {{"graphs", kBool, "true", "GPU: decode steps are recorded once at open and launched as graphs."}, &O::graphs},
       {{"audit", kInt, "0", "Self-checks: 0 off, 1 at load and close, 2 every step."}, &O::audit, 0, 2},
   };
   // clang-format on

@@ -29,16 +29,16 @@ struct LoadProgress {
 };
 
 struct EngineOptions {
-  std::string device = "cpu";         // cpu | cuda
+  std::string device = "cpu";         // cpu | cuda | cuda:N
   int64_t num_threads = 0;            // CPU workers; 0 = one for each available core
   Compute compute = Compute::kExact;  // key "compute": exact | bf16
   std::string kv_dtype = "auto";      // auto | f32 | bf16
   bool deterministic = false;
   bool random_weights = false;
-  int64_t seed = 0;                      // of random weights
-  int64_t device_memory_bytes = 0;       // page pool, KV and adapters together; 0 = from the fraction
-  double device_memory_fraction = 0.25;  // of free memory at creation
-  int64_t host_memory_bytes = 0;         // host copies of adapters; 0 = no limit
+  int64_t seed = 0;                     // of random weights
+  int64_t device_memory_bytes = 0;      // page pool, KV and adapters together; 0 = from the fraction
+  double device_memory_fraction = 0.0;  // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
+  int64_t host_memory_bytes = 0;        // host copies of adapters; 0 = no limit
   int64_t max_adapters_resident = 64;
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;
@@ -51,6 +51,7 @@ struct EngineOptions {
   std::string expert_orientation = "auto";  // auto | natural | reversed (formats of 3-D expert adapters)
   std::string expert_b_layout = "auto";     // auto | rank_major | grouped_by_expert
   std::string kernels = "auto";             // auto | reference (CPU: the plain loops)
+  bool graphs = true;                       // GPU: decode steps as recorded graphs
   int64_t audit = 0;                        // 0 off, 1 at load and close, 2 every step
   std::shared_ptr<LoadProgress> progress;   // not a key; null = nobody watches
 };

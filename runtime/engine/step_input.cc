@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint16_t kInPrompt = 0x8000;
 constexpr uint16_t kCountMax = 0x7fff;
+constexpr size_t kNumArrays = 11;
 
 }  // namespace
 
@@ -20,33 +21,48 @@ bool needs_token_state(const Sampling& sampling) {
   return sampling.repetition_penalty != 1.0f || sampling.presence_penalty != 0.0f || sampling.frequency_penalty != 0.0f;
 }
 
-StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry)
-    : limits_(limits), num_groups_(geometry.layout.num_groups), block_tokens_(geometry.layout.block_tokens) {
-  const auto rows = static_cast<size_t>(limits.num_rows_max);
+StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry, Device& device)
+    : limits_(limits),
+      device_(device),
+      num_groups_(geometry.layout.num_groups),
+      block_tokens_(geometry.layout.block_tokens) {
   const auto sequences = static_cast<size_t>(limits.num_sequences_max);
   const auto logit_rows = static_cast<size_t>(limits.num_logit_rows_max);
-  for (auto* array : {&token_ids_, &positions_, &row_sequence_, &row_slot_, &sorted_rows_}) {
-    array->resize(rows);
-  }
-  row_scale_.resize(rows);
-  row_begin_.resize(sequences + 1);
-  segment_begin_.resize(sequences + 1);
-  segment_slot_.resize(sequences);
+  const size_t longest = std::max({static_cast<size_t>(limits.num_rows_max), sequences + 1, logit_rows, size_t{3}});
+  pitch_ = (longest * sizeof(int32_t) + 255) / 256 * 256;
+  arrays_ = std::make_unique<MirrorMemory>(device, kNumArrays * pitch_, "arrays of a step");
+  size_t next = 0;
+  const auto take = [&](const int32_t*& bound) {
+    bound = reinterpret_cast<const int32_t*>(arrays_->device() + next * pitch_);
+    return reinterpret_cast<int32_t*>(arrays_->host() + next++ * pitch_);
+  };
+  const int32_t* scales = nullptr;
+  token_ids_ = take(input_.token_ids);
+  positions_ = take(input_.positions);
+  row_sequence_ = take(input_.row_sequence);
+  row_begin_ = take(input_.row_begin);
+  logit_rows_ = take(input_.logit_rows);
+  row_slot_ = take(lora_.row_slot);
+  row_scale_ = reinterpret_cast<float*>(take(scales));
+  lora_.row_scale = reinterpret_cast<const float*>(scales);
+  sorted_rows_ = take(lora_.sorted_rows);
+  segment_begin_ = take(lora_.segment_begin);
+  segment_slot_ = take(lora_.segment_slot);
+  counts_ = take(lora_.counts);
+  MOELORA_ASSERT(next == kNumArrays);
+  lora_.rank_stride = limits.lora_rank_max;
+  block_tables_ = std::make_unique<MirrorMemory>(
+      device,
+      sequences * static_cast<size_t>(limits.num_blocks_max) * static_cast<size_t>(num_groups_) * sizeof(int32_t),
+      "block tables");
   entry_order_.reserve(sequences);
-  logit_rows_.resize(logit_rows);
-  block_tables_.resize(sequences * static_cast<size_t>(limits.num_blocks_max) * static_cast<size_t>(num_groups_));
   sampled_.reserve(logit_rows);
   sample_rows_.reserve(logit_rows);
   captures_.reserve(logit_rows);
   input_.kv.layout = geometry.layout;
   input_.kv.page_bytes = geometry.page_bytes;
-  input_.kv.block_tables = block_tables_.data();
+  input_.kv.block_tables = reinterpret_cast<const int32_t*>(block_tables_->device());
   input_.kv.max_blocks = limits.num_blocks_max;
-  input_.token_ids = token_ids_.data();
-  input_.positions = positions_.data();
-  input_.row_sequence = row_sequence_.data();
-  input_.row_begin = row_begin_.data();
-  input_.logit_rows = logit_rows_.data();
   token_states_bytes_ = sequences * static_cast<size_t>(limits.vocab_size) * sizeof(uint16_t);
   void* memory = mmap(nullptr, token_states_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
@@ -140,13 +156,21 @@ void StepInput::stage_entry(const BatchEntry& entry, int32_t sequence_index) {
   input_.num_rows += entry.count;
   row_begin_[static_cast<size_t>(sequence_index) + 1] = input_.num_rows;
   const int32_t blocks = (entry.first + entry.count + block_tokens_ - 1) / block_tokens_;
-  std::copy_n(sequence.kv->pages.data(), blocks * num_groups_,
-              block_tables_.data() + static_cast<int64_t>(sequence_index) * limits_.num_blocks_max * num_groups_);
+  const int32_t width = blocks * num_groups_;
+  int32_t* table = reinterpret_cast<int32_t*>(block_tables_->host()) +
+                   static_cast<int64_t>(sequence_index) * limits_.num_blocks_max * num_groups_;
+  // Most decode steps change no table: comparing is cheaper than copying to a device.
+  if (!std::equal(table, table + width, sequence.kv->pages.data())) {
+    std::copy_n(sequence.kv->pages.data(), width, table);
+    tables_changed_ = sequence_index + 1;
+    table_width_ = std::max(table_width_, width);
+  }
 }
 
 void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters) {
-  lora_ = LoraBatch();
+  lora_.num_rows = lora_.num_segments = lora_.max_rank = 0;
   num_adapters_ = 0;
+  dense_lora_bytes_ = expert_lora_bytes_ = 0;
   input_.lora = nullptr;
   entry_order_.clear();
   for (size_t i = 0; i < batch.entries.size(); ++i) {
@@ -162,25 +186,54 @@ void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters)
             [&](int32_t a, int32_t b) { return slot_of(a) != slot_of(b) ? slot_of(a) < slot_of(b) : a < b; });
   for (const int32_t i : entry_order_) {
     const int32_t slot = slot_of(i);
-    if (lora_.num_segments == 0 || segment_slot_[static_cast<size_t>(lora_.num_segments) - 1] != slot) {
-      segment_begin_[static_cast<size_t>(lora_.num_segments)] = lora_.num_rows;
-      segment_slot_[static_cast<size_t>(lora_.num_segments)] = slot;
+    if (lora_.num_segments == 0 || segment_slot_[lora_.num_segments - 1] != slot) {
+      segment_begin_[lora_.num_segments] = lora_.num_rows;
+      segment_slot_[lora_.num_segments] = slot;
       ++lora_.num_segments;
-      lora_.max_rank = std::max(lora_.max_rank, ceil_div(adapters.image(slot).max_rank, kTileRanks) * kTileRanks);
+      const AdapterImage& image = adapters.image(slot);
+      lora_.max_rank = std::max(lora_.max_rank, ceil_div(image.max_rank, kTileRanks) * kTileRanks);
+      dense_lora_bytes_ += static_cast<double>(image.dense_matrix_bytes);
+      expert_lora_bytes_ += static_cast<double>(image.expert_matrix_bytes) /
+                            std::max(1, image.num_layers * std::max(image.num_experts, 1));
     }
-    for (int32_t row = row_begin_[static_cast<size_t>(i)]; row < row_begin_[static_cast<size_t>(i) + 1]; ++row) {
-      sorted_rows_[static_cast<size_t>(lora_.num_rows++)] = row;
+    for (int32_t row = row_begin_[i]; row < row_begin_[i + 1]; ++row) {
+      sorted_rows_[lora_.num_rows++] = row;
     }
   }
-  segment_begin_[static_cast<size_t>(lora_.num_segments)] = lora_.num_rows;
+  segment_begin_[lora_.num_segments] = lora_.num_rows;
+  counts_[0] = lora_.num_rows;
+  counts_[1] = lora_.num_segments;
+  counts_[2] = lora_.max_rank;
   lora_.table = adapters.table();
-  lora_.row_slot = row_slot_.data();
-  lora_.row_scale = row_scale_.data();
-  lora_.sorted_rows = sorted_rows_.data();
-  lora_.segment_begin = segment_begin_.data();
-  lora_.segment_slot = segment_slot_.data();
   num_adapters_ = lora_.num_segments;
   input_.lora = &lora_;
+}
+
+void StepInput::push(Stream& stream) {
+  const int32_t width =
+      std::max({input_.num_rows, input_.num_sequences + 1, input_.num_logit_rows, lora_.num_segments + 1, 3});
+  device_.push_rows(arrays_->mirror(), 0, pitch_, static_cast<size_t>(width) * sizeof(int32_t), kNumArrays, stream);
+  if (tables_changed_ > 0) {
+    const size_t pitch =
+        static_cast<size_t>(limits_.num_blocks_max) * static_cast<size_t>(num_groups_) * sizeof(int32_t);
+    device_.push_rows(block_tables_->mirror(), 0, pitch, static_cast<size_t>(table_width_) * sizeof(int32_t),
+                      static_cast<size_t>(tables_changed_), stream);
+  }
+  tables_changed_ = table_width_ = 0;
+}
+
+ForwardInput StepInput::decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
+                                     const AdapterCache& adapters) {
+  ForwardInput input = input_;
+  input.kv.pool = pool.base();
+  input.num_rows = input.num_sequences = input.num_logit_rows = rows;
+  lora_.table = adapters.table();
+  input.lora = with_adapters ? &lora_ : nullptr;
+  return input;
+}
+
+double StepInput::lora_bytes(int32_t segments) const {
+  return num_adapters_ == 0 ? 0.0 : dense_lora_bytes_ + expert_lora_bytes_ / num_adapters_ * segments;
 }
 
 void StepInput::stage_sampling(const Sequence& sequence) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "runtime/adapter/adapter_cache.h"
@@ -18,6 +19,7 @@ struct StepInputLimits {
   int32_t num_logit_rows_max = 0;
   int32_t num_blocks_max = 0;  // of one sequence
   int32_t vocab_size = 0;
+  int32_t lora_rank_max = 0;  // multiple of 8
 };
 
 // A logits row whose values a request wants to keep.
@@ -29,13 +31,24 @@ struct CaptureRow {
 
 class StepInput {
  public:
-  StepInput(const StepInputLimits& limits, const KvGeometry& geometry);
+  StepInput(const StepInputLimits& limits, const KvGeometry& geometry, Device& device);
   ~StepInput();
   StepInput(const StepInput&) = delete;
   StepInput& operator=(const StepInput&) = delete;
 
   // Sampled rows come first among the logits rows, in order of the batch's entries; capture-only rows follow.
   void stage(const Batch& batch, const PagePool& pool, const AdapterCache& adapters);
+  // Queues the copies of what `stage` wrote; it may not stage again before the stream was synchronised.
+  void push(Stream& stream);
+  // What forward_input() is after staging `rows` sequences of one new token each, all of them sampled.
+  [[nodiscard]] ForwardInput decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
+                                          const AdapterCache& adapters);
+  // True if the last staged batch is such a one.
+  [[nodiscard]] bool is_decode() const {
+    return input_.num_rows == input_.num_sequences && input_.num_logit_rows == input_.num_rows;
+  }
+  // Bytes of adapter matrices that the step reads, each once; `segments` = (expert, adapter) pairs with rows.
+  [[nodiscard]] double lora_bytes(int32_t segments) const;
 
   [[nodiscard]] const ForwardInput& forward_input() const { return input_; }
   [[nodiscard]] int32_t num_sampled() const { return static_cast<int32_t>(sampled_.size()); }
@@ -55,13 +68,21 @@ class StepInput {
   [[nodiscard]] uint16_t* token_state(const Sequence& sequence);
 
   StepInputLimits limits_;
+  Device& device_;
   int32_t num_groups_;
   int32_t block_tokens_;
   ForwardInput input_;
   LoraBatch lora_;
-  std::vector<int32_t> token_ids_, positions_, row_sequence_, row_begin_, logit_rows_, block_tables_;
-  std::vector<int32_t> row_slot_, sorted_rows_, segment_begin_, segment_slot_;
-  std::vector<float> row_scale_;
+  // Arrays of a step, equally far apart so that one copy pushes what is used of all of them.
+  size_t pitch_ = 0;
+  std::unique_ptr<MirrorMemory> arrays_;
+  std::unique_ptr<MirrorMemory> block_tables_;
+  int32_t *token_ids_, *positions_, *row_sequence_, *row_begin_, *logit_rows_, *row_slot_, *sorted_rows_;
+  int32_t *segment_begin_, *segment_slot_, *counts_;
+  float* row_scale_;
+  int32_t tables_changed_ = 0;  // rows of block_tables_ with new entries since the last push: all below this one
+  int32_t table_width_ = 0;     // entries of the longest of them
+  double dense_lora_bytes_ = 0, expert_lora_bytes_ = 0;  // of the batch's adapters; mean of one expert's
   std::vector<int32_t> entry_order_;
   std::vector<Sequence*> sampled_;
   std::vector<SampleRow> sample_rows_;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/memory/page_pool.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -10,35 +8,19 @@
 
 namespace moelora {
 
-PagePool::PagePool(int32_t num_pages, int64_t page_bytes) : num_pages_(num_pages), page_bytes_(page_bytes) {
+PagePool::PagePool(int32_t num_pages, int64_t page_bytes, Device& device)
+    : num_pages_(num_pages), page_bytes_(page_bytes) {
   MOELORA_ASSERT(num_pages > 0 && page_bytes > 0);
-  mapped_bytes_ = static_cast<size_t>(num_pages) * static_cast<size_t>(page_bytes);
-  void* memory =
-      mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(Status::kDeviceNomem, "page pool: cannot take " + std::to_string(mapped_bytes_) + " bytes (" +
-                                          std::to_string(num_pages) + " pages of " + std::to_string(page_bytes) +
-                                          "); lower device_memory_bytes");
-  }
-  madvise(memory, mapped_bytes_, MADV_HUGEPAGE);
-  base_ = static_cast<std::byte*>(memory);
-  try {
-    leases_.assign(static_cast<size_t>(num_pages), 0);
-    use_.assign(static_cast<size_t>(num_pages), PageUse::kFree);
-    free_.resize(static_cast<size_t>(num_pages));
-  } catch (...) {
-    munmap(base_, mapped_bytes_);
-    throw;
-  }
+  memory_ = DeviceMemory(device, static_cast<size_t>(num_pages) * static_cast<size_t>(page_bytes),
+                         "page pool (device_memory_bytes)");
+  leases_.assign(static_cast<size_t>(num_pages), 0);
+  use_.assign(static_cast<size_t>(num_pages), PageUse::kFree);
+  free_.resize(static_cast<size_t>(num_pages));
   // The lowest ids leave first, so that a lightly used pool touches little memory.
   for (int32_t page = 0; page < num_pages; ++page) {
     free_[static_cast<size_t>(num_pages - 1 - page)] = page;
   }
   used_[0] = num_pages;
-}
-
-PagePool::~PagePool() {
-  munmap(base_, mapped_bytes_);
 }
 
 bool PagePool::try_reserve(PageUse use, PageId* out, int32_t count) {

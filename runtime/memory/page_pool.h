@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "runtime/memory/device_memory.h"
+
 namespace moelora {
 
 using PageId = int32_t;
@@ -15,10 +17,8 @@ enum class PageUse : uint8_t { kFree = 0, kKv = 1, kAdapter = 2 };
 
 class PagePool {
  public:
-  // Takes num_pages * page_bytes of address space; the system backs a page when it is first written.
-  // Throws Error{kDeviceNomem} with the numbers.
-  PagePool(int32_t num_pages, int64_t page_bytes);
-  ~PagePool();
+  // Takes num_pages * page_bytes of `device`, which must outlive the pool. Throws Error{kDeviceNomem} with the numbers.
+  PagePool(int32_t num_pages, int64_t page_bytes, Device& device);
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
@@ -29,7 +29,7 @@ class PagePool {
   void release(const PageId* pages, int32_t count);
   [[nodiscard]] int32_t leases(PageId page) const { return leases_[static_cast<size_t>(page)]; }
 
-  [[nodiscard]] std::byte* base() const { return base_; }
+  [[nodiscard]] std::byte* base() const { return memory_.data(); }
   [[nodiscard]] int64_t page_bytes() const { return page_bytes_; }
   [[nodiscard]] int32_t num_pages() const { return num_pages_; }
   [[nodiscard]] int32_t num_free() const { return static_cast<int32_t>(free_.size()); }
@@ -40,8 +40,7 @@ class PagePool {
  private:
   int32_t num_pages_;
   int64_t page_bytes_;
-  std::byte* base_ = nullptr;
-  size_t mapped_bytes_ = 0;
+  DeviceMemory memory_;
   std::vector<PageId> free_;
   std::vector<int32_t> leases_;
   std::vector<PageUse> use_;

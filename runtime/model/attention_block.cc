@@ -65,7 +65,7 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
     rope.k_norm = weights.k_norm;
   }
   rope.eps = config_.rms_norm_eps;
-  rope.inv_freq = config_.inv_freq.data();
+  rope.inv_freq = weights_.inv_freq != nullptr ? weights_.inv_freq : config_.inv_freq.data();
   rope.rope_scale = config_.rope_scale;
   rope.positions = input.positions;
   rope.row_sequence = input.row_sequence;

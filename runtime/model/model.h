@@ -27,34 +27,21 @@ struct ForwardInput {
   const LoraBatch* lora = nullptr;  // null: no row has an adapter, and no LoRA work is launched
 };
 
-// Counted by forward for stats and benches.
-struct ForwardCounts {
-  int64_t active_experts = 0;  // summed over the MoE layers
-  int32_t moe_layers = 0;
-  double lora_bytes = 0;  // of adapter matrices that the step reads, each once
-};
-
-// Bytes of the matrices that `slot` has for one expert.
-double expert_lora_bytes(const LoraBatch& lora, const ModelConfig& config, int32_t layer, int32_t slot, int32_t expert);
-
 class Model {
  public:
   Model(const ModelConfig& config, const Weights& weights, const Kernels& kernels, Compute compute)
       : config_(config), weights_(weights), kernels_(kernels), compute_(compute) {}
 
   // Leaves logits [S, V] in workspace.logits.
-  void forward(const ForwardInput& input, Workspace& workspace, Stream& stream, ForwardCounts* counts) const;
+  void forward(const ForwardInput& input, Workspace& workspace, Stream& stream) const;
 
  private:
   void attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void attend(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
-  void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
-                          ForwardCounts* counts) const;
+  void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void shared_expert(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
-  void moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
-               ForwardCounts* counts) const;
-  void count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order, ForwardCounts& counts) const;
+  void moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   [[nodiscard]] LinearArgs linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
                                        Workspace& workspace) const;
 

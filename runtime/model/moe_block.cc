@@ -5,8 +5,7 @@
 
 namespace moelora {
 
-void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
-                               ForwardCounts* counts) const {
+void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   RmsNormArgs norm;
   norm.x = workspace.hidden;
   norm.weight = weights_.layers[static_cast<size_t>(layer)].post_norm;
@@ -16,7 +15,7 @@ void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspa
   norm.out = workspace.normed;
   kernels_.rms_norm(norm, stream);
   if (config_.layer_is_moe[static_cast<size_t>(layer)] != 0) {
-    moe_mlp(input, layer, workspace, stream, counts);
+    moe_mlp(input, layer, workspace, stream);
   } else {
     dense_mlp(input, layer, workspace, stream);
   }
@@ -29,8 +28,8 @@ void Model::dense_mlp(const ForwardInput& input, int32_t layer, Workspace& works
   gate_up.parts[0] = {weights.gate, weights.gate_bias, workspace.gate, LoraModule::kGate};
   gate_up.parts[1] = {weights.up, weights.up_bias, workspace.up, LoraModule::kUp};
   kernels_.linear(gate_up, stream);
-  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size}, stream);
-  LinearArgs down = linear_args(input, layer, workspace.gate, config_.intermediate_size, workspace);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size, workspace.mlp_act}, stream);
+  LinearArgs down = linear_args(input, layer, workspace.mlp_act, config_.intermediate_size, workspace);
   down.num_parts = 1;
   down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, LoraModule::kDown};
   down.accumulate = true;
@@ -45,30 +44,15 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   gate_up.parts[1] = {weights.shared_up, {}, workspace.up, LoraModule::kSharedUp};
   gate_up.parts[2] = {weights.shared_expert_gate, {}, workspace.shared_gate, LoraModule::kSharedExpertGate};
   kernels_.linear(gate_up, stream);
-  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size}, stream);
-  LinearArgs down = linear_args(input, layer, workspace.gate, config_.shared_intermediate_size, workspace);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size, workspace.mlp_act},
+                  stream);
+  LinearArgs down = linear_args(input, layer, workspace.mlp_act, config_.shared_intermediate_size, workspace);
   down.num_parts = 1;
   down.parts[0] = {weights.shared_down, {}, workspace.shared, LoraModule::kSharedDown};
   kernels_.linear(down, stream);
 }
 
-void Model::count_experts(const ForwardInput& input, int32_t layer, const MoeOrder& order,
-                          ForwardCounts& counts) const {
-  ++counts.moe_layers;
-  for (int32_t e = 0; e < config_.num_experts; ++e) {
-    counts.active_experts += order.expert_begin[e + 1] > order.expert_begin[e] ? 1 : 0;
-  }
-  if (input.lora == nullptr) {
-    return;
-  }
-  for (int32_t segment = 0; segment < *order.num_segments; ++segment) {
-    counts.lora_bytes +=
-        expert_lora_bytes(*input.lora, config_, layer, order.segment_slot[segment], order.segment_expert[segment]);
-  }
-}
-
-void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream,
-                    ForwardCounts* counts) const {
+void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
@@ -82,9 +66,6 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
                      config_.top_k, config_.num_experts, workspace.order},
                     stream);
-  if (counts != nullptr) {
-    count_experts(input, layer, workspace.order, *counts);
-  }
 
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;

@@ -276,6 +276,9 @@ std::unique_ptr<Weights> Weights::load(const std::string& dir, const ModelConfig
 
 std::vector<Weights::Area> Weights::areas() const {
   std::vector<Area> areas;
+  if (storage_->device.bytes() > 0) {
+    areas.push_back({storage_->device.data(), storage_->device.bytes()});
+  }
   if (storage_->memory != nullptr) {
     areas.push_back({storage_->memory->data(), storage_->memory->bytes()});
   }

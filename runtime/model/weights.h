@@ -8,8 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "kernels/base/device.h"
 #include "kernels/base/tensor.h"
-#include "kernels/moe/moe_gate_up.h"
+#include "kernels/kernels.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
@@ -37,13 +38,20 @@ class Weights {
   static std::unique_ptr<Weights> load(const std::string& dir, const ModelConfig& config);
   // Values of fill_random, |w| about 1/sqrt(width), norms near 1, in huge-page friendly memory.
   static std::unique_ptr<Weights> random(const ModelConfig& config, uint64_t seed);
+  // The shapes and types alone, without a value; move_to fills them.
+  static std::unique_ptr<Weights> shapes(const ModelConfig& config);
+  // Copies all to `device`, which must outlive the weights, in the types that its kernels read, and lets go of the
+  // checkpoint; `random`: fills shapes() with values of `seed` there. Afterwards every view is device memory.
+  void move_to(Device& device, Stream& stream, const Kernels& kernels, const ModelConfig& config, bool random,
+               uint64_t seed);
   ~Weights();
   Weights(const Weights&) = delete;
   Weights& operator=(const Weights&) = delete;
 
-  Weight embedding;   // [V, H]
-  Weight final_norm;  // [1, H]
-  Weight lm_head;     // [V, H]; the embedding where tied
+  Weight embedding;                 // [V, H]
+  Weight final_norm;                // [1, H]
+  Weight lm_head;                   // [V, H]; the embedding where tied
+  const float* inv_freq = nullptr;  // [D / 2] on a device that cannot read the config; null: the config's
   std::vector<LayerWeights> layers;
   [[nodiscard]] uint64_t bytes() const { return bytes_; }  // stored bytes of all tensors used
   // The largest contiguous areas, to measure the read bandwidth of this very memory (bench).

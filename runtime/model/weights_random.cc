@@ -160,6 +160,21 @@ std::unique_ptr<Weights> Weights::random(const ModelConfig& config, uint64_t see
   return weights;
 }
 
+std::unique_ptr<Weights> Weights::shapes(const ModelConfig& config) {
+  std::unique_ptr<Weights> weights(new Weights);
+  weights->layers.resize(static_cast<size_t>(config.num_layers));
+  weights->bytes_ = weight_bytes_of_config(config);
+  for (const PlannedTensor& planned : plan_tensors(config, *weights)) {
+    *planned.weight = {nullptr, config.dtype, planned.rows, planned.cols};
+  }
+  for (LayerWeights& layer : weights->layers) {
+    for (const PlannedExperts& planned : plan_experts(config, layer)) {
+      *planned.weights = {nullptr, config.dtype, planned.rows, planned.cols};
+    }
+  }
+  return weights;
+}
+
 uint64_t weight_bytes_of_config(const ModelConfig& config) {
   Weights weights;
   weights.layers.resize(static_cast<size_t>(config.num_layers));

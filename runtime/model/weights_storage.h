@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "runtime/io/safetensors.h"
+#include "runtime/memory/device_memory.h"
 #include "runtime/model/weights.h"
 
 namespace moelora {
@@ -29,6 +30,7 @@ class AnonymousMemory {
 struct Weights::Storage {
   std::unique_ptr<Checkpoint> checkpoint;
   std::unique_ptr<AnonymousMemory> memory;
+  DeviceMemory device;
 };
 
 }  // namespace moelora

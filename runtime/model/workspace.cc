@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/model/workspace.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <string>
 
+#include "kernels/attention/paged_attention.h"
 #include "kernels/base/error.h"
 #include "kernels/dense/linear.h"
 
@@ -13,26 +11,27 @@ namespace moelora {
 
 // Runs twice: once to count bytes, once to hand out addresses, so that both always agree.
 template <class Take>
-void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits, const Take& take) {
+void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits, Dtype activation, const Take& take) {
   const auto rows = static_cast<size_t>(limits.num_rows_max);
   const auto logit_rows = static_cast<size_t>(limits.num_logit_rows_max);
   const auto hidden_size = static_cast<size_t>(config.hidden_size);
   const auto q_width = static_cast<size_t>(config.num_heads) * static_cast<size_t>(config.head_dim);
   const auto kv_width = static_cast<size_t>(config.num_kv_heads) * static_cast<size_t>(config.head_dim);
-  const auto matrix = [&](size_t count, size_t width) {
-    return Rows{take(count * width * sizeof(float)), Dtype::kF32, static_cast<int64_t>(width)};
+  const auto matrix = [&](size_t count, size_t width, Dtype dtype = Dtype::kF32) {
+    return Rows{take(count * width * dtype_bytes(dtype)), dtype, static_cast<int64_t>(width)};
   };
   const auto ints = [&](size_t count) { return reinterpret_cast<int32_t*>(take(count * sizeof(int32_t))); };
   hidden = matrix(rows, hidden_size);
-  normed = matrix(rows, hidden_size);
+  normed = matrix(rows, hidden_size, activation);
   q = matrix(rows, q_width);
   k = matrix(rows, kv_width);
   v = matrix(rows, kv_width);
-  attention = matrix(rows, q_width);
+  attention = matrix(rows, q_width, activation);
   const size_t mlp_width =
       static_cast<size_t>(std::max({config.intermediate_size, config.shared_intermediate_size, 1}));
   gate = matrix(rows, mlp_width);
   up = matrix(rows, mlp_width);
+  mlp_act = activation == Dtype::kF32 ? gate : matrix(rows, mlp_width, activation);
   const auto rank = static_cast<size_t>(limits.lora_rank_max);
   scratch_bytes = linear_scratch_bytes(rows, std::max({hidden_size, q_width, mlp_width}), rows, rank);
   if (config.num_experts > 0) {
@@ -49,8 +48,10 @@ void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits
     order.segment_expert = ints(pairs);
     order.segment_slot = ints(pairs);
     order.num_segments = ints(1);
-    expert_act = matrix(pairs, expert_width);
-    expert_out = matrix(pairs, hidden_size);
+    order.active_experts = ints(experts);
+    order.num_active = ints(1);
+    expert_act = matrix(pairs, expert_width, activation);
+    expert_out = matrix(pairs, hidden_size, activation);
     if (config.shared_intermediate_size > 0) {
       shared = matrix(rows, hidden_size);
       shared_gate = matrix(rows, 1);
@@ -58,34 +59,32 @@ void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits
     scratch_bytes = std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
                               linear_scratch_bytes(rows, hidden_size, pairs, rank)});
   }
-  logits_in = matrix(logit_rows, hidden_size);
+  logits_in = matrix(logit_rows, hidden_size, activation);
   logits = matrix(logit_rows, static_cast<size_t>(config.vocab_size));
   scratch = take(scratch_bytes);
 }
 
-Workspace::Workspace(const ModelConfig& config, const WorkspaceLimits& limits) {
-  lay_out(config, limits, [&](size_t bytes) -> std::byte* {
-    bytes_ += (bytes + 63) / 64 * 64;
+size_t Workspace::bytes_needed(const ModelConfig& config, const WorkspaceLimits& limits, Dtype activation) {
+  size_t bytes = 0;
+  Workspace().lay_out(config, limits, activation, [&](size_t more) -> std::byte* {
+    bytes += (more + 255) / 256 * 256;
     return nullptr;
   });
-  void* memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) {
-    throw Error(Status::kDeviceNomem, "workspace: cannot take " + std::to_string(bytes_) +
-                                          " bytes; lower max_batch_tokens or max_num_sequences");
-  }
-  madvise(memory, bytes_, MADV_HUGEPAGE);
-  base_ = static_cast<std::byte*>(memory);
-  size_t used = 0;
-  lay_out(config, limits, [&](size_t bytes) -> std::byte* {
-    std::byte* at = base_ + used;
-    used += (bytes + 63) / 64 * 64;
-    return at;
-  });
-  MOELORA_ASSERT(used == bytes_);
+  return bytes;
 }
 
-Workspace::~Workspace() {
-  munmap(base_, bytes_);
+Workspace::Workspace(const ModelConfig& config, const WorkspaceLimits& limits, Device& device)
+    : memory_(device, bytes_needed(config, limits, device.activation_dtype()),
+              "workspace (max_batch_tokens, max_num_sequences)"),
+      totals_(std::make_unique<MirrorMemory>(device, 2 * sizeof(uint32_t), "counters of the experts")) {
+  size_t used = 0;
+  lay_out(config, limits, device.activation_dtype(), [&](size_t bytes) -> std::byte* {
+    std::byte* at = memory_.data() + used;
+    used += (bytes + 255) / 256 * 256;
+    return at;
+  });
+  MOELORA_ASSERT(used == memory_.bytes());
+  order.totals = reinterpret_cast<uint32_t*>(totals_->device());
 }
 
 }  // namespace moelora

@@ -5,9 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "kernels/base/tensor.h"
 #include "kernels/moe/moe_sort.h"
+#include "runtime/memory/device_memory.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
@@ -20,37 +22,42 @@ struct WorkspaceLimits {
 
 class Workspace {
  public:
-  // Throws Error{kDeviceNomem} with the size.
-  Workspace(const ModelConfig& config, const WorkspaceLimits& limits);
-  ~Workspace();
+  // Throws Error{kDeviceNomem} with the size. `device` must outlive the workspace.
+  Workspace(const ModelConfig& config, const WorkspaceLimits& limits, Device& device);
   Workspace(const Workspace&) = delete;
   Workspace& operator=(const Workspace&) = delete;
+  static size_t bytes_needed(const ModelConfig& config, const WorkspaceLimits& limits, Dtype activation);
 
+  // a: in the device's activation dtype; the rest fp32.
   Rows hidden;                      // [T, H] residual stream
-  Rows normed;                      // [T, H]
+  Rows normed;                      // [T, H] a
   Rows q, k, v;                     // [T, Nq*D] [T, Nkv*D] [T, Nkv*D]
-  Rows attention;                   // [T, Nq*D]
+  Rows attention;                   // [T, Nq*D] a
   Rows router_logits;               // [T, E]
   int32_t* expert_ids = nullptr;    // [T, K]
   float* expert_weights = nullptr;  // [T, K]
   MoeOrder order;
-  Rows expert_act;   // [P, I]
-  Rows expert_out;   // [P, H]
+  Rows expert_act;   // [P, I] a
+  Rows expert_out;   // [P, H] a
   Rows gate, up;     // [T, widest dense or shared MLP]
+  Rows mlp_act;      // [T, the same] a; the memory of gate where types agree
   Rows shared;       // [T, H]
   Rows shared_gate;  // [T, 1]
-  Rows logits_in;    // [S, H]
+  Rows logits_in;    // [S, H] a
   Rows logits;       // [S, V]
   std::byte* scratch = nullptr;
   size_t scratch_bytes = 0;
 
-  [[nodiscard]] size_t bytes() const { return bytes_; }
+  [[nodiscard]] size_t bytes() const { return memory_.bytes(); }
+  // What moe_sort has counted so far, as of the last pull of it.
+  [[nodiscard]] const MirrorMemory& totals() const { return *totals_; }
 
  private:
+  Workspace() = default;
   template <class Take>
-  void lay_out(const ModelConfig& config, const WorkspaceLimits& limits, const Take& take);
-  std::byte* base_ = nullptr;
-  size_t bytes_ = 0;
+  void lay_out(const ModelConfig& config, const WorkspaceLimits& limits, Dtype activation, const Take& take);
+  DeviceMemory memory_;
+  std::unique_ptr<MirrorMemory> totals_;  // uint32 [2]
 };
 
 }  // namespace moelora

@@ -49,7 +49,9 @@ class Bench {
       at_ = 0;
       round_seconds_ = round_bytes_ = round_flops_ = 0;
       run_layer(model_.layers[static_cast<size_t>(round % model_.shape.layers)]);
-      if (step_.rows <= 64) run_head();
+      if (step_.rows <= 64) {
+        run_head();
+      }
       record("sum", round_seconds_, round_bytes_, round_flops_);
     }
     print();
@@ -69,7 +71,9 @@ class Bench {
 
   // Each figure is paired with ceilings measured right after it.
   void record(const char* name, double seconds, double bytes, double flops) {
-    if (at_ == ops_.size()) ops_.push_back({name, 0, 0, {}, {}, {}});
+    if (at_ == ops_.size()) {
+      ops_.push_back({name, 0, 0, {}, {}, {}});
+    }
     OpTimes& op = ops_[at_++];
     op.bytes = bytes;
     op.flops = flops;
@@ -116,16 +120,38 @@ class Bench {
                              stream_);
     });
     double active = 0;
-    for (int32_t e = 0; e < shape.num_experts; ++e) active += step_.expert_begin[e + 1] != step_.expert_begin[e];
+    for (int32_t e = 0; e < shape.num_experts; ++e) {
+      active += step_.expert_begin[e + 1] != step_.expert_begin[e];
+    }
     const double matrix = static_cast<double>(shape.hidden) * shape.intermediate;
     const double pairs = static_cast<double>(rows) * shape.top_k;
-    MoeGateUpArgs up{step_.x, {layer.gate.data(), Dtype::kBf16, shape.intermediate, shape.hidden},
-                     {layer.up.data(), Dtype::kBf16, shape.intermediate, shape.hidden}, step_.order, rows, shape.top_k,
-                     shape.num_experts, 0, step_.lora(), options_.compute, step_.act, step_.scratch,
+    MoeGateUpArgs up{step_.x,
+                     {layer.gate.data(), Dtype::kBf16, shape.intermediate, shape.hidden},
+                     {layer.up.data(), Dtype::kBf16, shape.intermediate, shape.hidden},
+                     step_.order,
+                     rows,
+                     shape.top_k,
+                     shape.num_experts,
+                     0,
+                     step_.lora(),
+                     options_.compute,
+                     MoeActivation::kSilu,
+                     0.0f,
+                     step_.act,
+                     step_.scratch,
                      step_.scratch_bytes};
     timed("moe_gate_up", active * matrix * 4, pairs * matrix * 4, [&] { kernels_cpu().moe_gate_up(up, stream_); });
-    MoeDownArgs down{step_.act, {layer.down.data(), Dtype::kBf16, shape.hidden, shape.intermediate}, step_.order, rows,
-                     shape.top_k, shape.num_experts, 0, step_.lora(), options_.compute, step_.down, step_.scratch,
+    MoeDownArgs down{step_.act,
+                     {layer.down.data(), Dtype::kBf16, shape.hidden, shape.intermediate},
+                     step_.order,
+                     rows,
+                     shape.top_k,
+                     shape.num_experts,
+                     0,
+                     step_.lora(),
+                     options_.compute,
+                     step_.down,
+                     step_.scratch,
                      step_.scratch_bytes};
     timed("moe_down", active * matrix * 2, pairs * matrix * 2, [&] { kernels_cpu().moe_down(down, stream_); });
     MoeCombineArgs combine;
@@ -146,8 +172,8 @@ class Bench {
 
   void print() const {
     std::printf("rows %d, %s%s: read ceiling %.1f GB/s, multiply-add ceiling %.0f GFLOP/s\n", step_.rows,
-                options_.lora ? "adapters on all, " : "base, ",
-                options_.compute == Compute::kBf16 ? "bf16" : "exact", median(read_), median(fma_));
+                options_.lora ? "adapters on all, " : "base, ", options_.compute == Compute::kBf16 ? "bf16" : "exact",
+                median(read_), median(fma_));
     std::printf("  %-16s %10s %10s %10s %10s %8s %8s\n", "op", "us", "MB", "GB/s", "GFLOP/s", "%read", "%fma");
     for (const OpTimes& op : ops_) {
       const double seconds = median(op.seconds);
@@ -172,15 +198,25 @@ bool parse(int argc, char** argv, Options& options) {
   for (int i = 1; i < argc; ++i) {
     const std::string name = argv[i];
     const auto value = [&] { return i + 1 < argc ? std::atoi(argv[++i]) : 0; };
-    if (name == "--rows") options.rows.push_back(value());
-    else if (name == "--threads") options.threads = value();
-    else if (name == "--layers") options.layers = value();
-    else if (name == "--rounds") options.rounds = value();
-    else if (name == "--lora") options.lora = true;
-    else if (name == "--bf16") options.compute = Compute::kBf16;
-    else return false;
+    if (name == "--rows") {
+      options.rows.push_back(value());
+    } else if (name == "--threads") {
+      options.threads = value();
+    } else if (name == "--layers") {
+      options.layers = value();
+    } else if (name == "--rounds") {
+      options.rounds = value();
+    } else if (name == "--lora") {
+      options.lora = true;
+    } else if (name == "--bf16") {
+      options.compute = Compute::kBf16;
+    } else {
+      return false;
+    }
   }
-  if (options.rows.empty()) options.rows = {1, 8, 512};
+  if (options.rows.empty()) {
+    options.rows = {1, 8, 512};
+  }
   return options.threads >= 1 && options.layers >= 1 && options.rounds >= 1 &&
          *std::min_element(options.rows.begin(), options.rows.end()) >= 1;
 }
@@ -194,13 +230,19 @@ int bench_main(int argc, char** argv) {
   Stream stream(options.threads, size_t{2} << 20);
   BenchShape shape;
   shape.layers = options.layers;
-  if (!options.lora) shape.adapters = 0;
+  if (!options.lora) {
+    shape.adapters = 0;
+  }
   const BenchModel model(shape, stream);
-  for (const int32_t rows : options.rows) Bench(model, rows, options, stream).run();
+  for (const int32_t rows : options.rows) {
+    Bench(model, rows, options, stream).run();
+  }
   return 0;
 }
 
 }  // namespace
 }  // namespace moelora
 
-int main(int argc, char** argv) { return moelora::bench_main(argc, argv); }
+int main(int argc, char** argv) {
+  return moelora::bench_main(argc, argv);
+}

@@ -25,7 +25,7 @@ TEST_CASE("swiglu equals the formula element by element") {
         const std::vector<float> up = draw.floats(count, 2.0f);
         const PoisonedRows out(num_rows, width, gate);
         const PoisonedRows factor(num_rows, width, up);
-        kernels->swiglu({out.view(), factor.view(), num_rows, width}, stream);
+        kernels->swiglu({out.view(), factor.view(), num_rows, width, {}}, stream);
         const std::vector<float> values = out.values();
         for (size_t i = 0; i < count; ++i) {
           const double z = static_cast<double>(gate[i]);
@@ -44,7 +44,7 @@ TEST_CASE("swiglu at the ends of the range stays finite") {
     INFO(kernels->name);
     const PoisonedRows gate(1, 6, {-1000.0f, -88.0f, -0.0f, 0.0f, 88.0f, 1000.0f});
     const PoisonedRows up(1, 6, {1.0f, 1.0f, 1.0f, 1.0f, 1.0f, 1.0f});
-    kernels->swiglu({gate.view(), up.view(), 1, 6}, stream);
+    kernels->swiglu({gate.view(), up.view(), 1, 6, {}}, stream);
     CHECK(relative_error(gate.values(), {0.0, 0.0, 0.0, 0.0, 88.0, 1000.0}) <= 1e-6);
   }
 }
@@ -58,9 +58,9 @@ TEST_CASE("a row of swiglu has the same bits alone") {
     const PoisonedRows all(7, 45, gate);
     const PoisonedRows again(7, 45, gate);
     const PoisonedRows up(7, 45, draw.floats(7 * 45));
-    kernels->swiglu({all.view(), up.view(), 7, 45}, stream);
+    kernels->swiglu({all.view(), up.view(), 7, 45, {}}, stream);
     for (int64_t t = 0; t < 7; ++t) {
-      kernels->swiglu({again.view_from(t), up.view_from(t), 1, 45}, stream);
+      kernels->swiglu({again.view_from(t), up.view_from(t), 1, 45, {}}, stream);
     }
     CHECK(same_bits(all.values(), again.values()));
   }

@@ -30,7 +30,8 @@ TEST_CASE("page geometry of real shapes wastes nothing", "[kv_cache]") {
 
 TEST_CASE("layers and blocks of a sequence never overlap", "[kv_cache]") {
   const KvGeometry geometry = choose_kv_geometry(5, 3, 20, 16, Dtype::kF32);
-  PagePool pool(64, geometry.page_bytes);
+  const auto device = open_device_cpu();
+  PagePool pool(64, geometry.page_bytes, *device);
   KvSequence sequence(pool, geometry, 100);
   REQUIRE(sequence.try_extend(geometry, 40));
   KvView view;
@@ -55,7 +56,8 @@ TEST_CASE("layers and blocks of a sequence never overlap", "[kv_cache]") {
 
 TEST_CASE("fork shares full blocks, and only a private block is written", "[kv_cache]") {
   const KvGeometry geometry = choose_kv_geometry(2, 2, 16, 16, Dtype::kF32);
-  PagePool pool(64, geometry.page_bytes);
+  const auto device = open_device_cpu();
+  PagePool pool(64, geometry.page_bytes, *device);
   KvSequence parent(pool, geometry, 200);
   REQUIRE(parent.try_extend(geometry, 40));
   parent.length = 40;

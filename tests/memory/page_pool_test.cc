@@ -12,7 +12,8 @@
 namespace moelora::test {
 
 TEST_CASE("every page is handed out once, all or nothing", "[page_pool]") {
-  PagePool pool(10, 2048);
+  const auto device = open_device_cpu();
+  PagePool pool(10, 2048, *device);
   PageLease first(pool, PageUse::kKv, 10);
   REQUIRE(first.try_grow(6));
   PageLease second(pool, PageUse::kAdapter, 10);
@@ -40,7 +41,8 @@ TEST_CASE("every page is handed out once, all or nothing", "[page_pool]") {
 }
 
 TEST_CASE("a shared page stays until its last lease goes", "[page_pool]") {
-  PagePool pool(4, 2048);
+  const auto device = open_device_cpu();
+  PagePool pool(4, 2048, *device);
   PageLease owner(pool, PageUse::kKv, 4);
   REQUIRE(owner.try_grow(3));
   {
@@ -56,7 +58,8 @@ TEST_CASE("a shared page stays until its last lease goes", "[page_pool]") {
 }
 
 TEST_CASE("releasing a free page is a broken invariant, not a crash", "[page_pool]") {
-  PagePool pool(4, 2048);
+  const auto device = open_device_cpu();
+  PagePool pool(4, 2048, *device);
   PageId page = 0;
   REQUIRE(pool.try_reserve(PageUse::kKv, &page, 1));
   pool.release(&page, 1);
@@ -64,7 +67,8 @@ TEST_CASE("releasing a free page is a broken invariant, not a crash", "[page_poo
 }
 
 TEST_CASE("moving a lease moves its pages", "[page_pool]") {
-  PagePool pool(4, 2048);
+  const auto device = open_device_cpu();
+  PagePool pool(4, 2048, *device);
   PageLease a(pool, PageUse::kKv, 2);
   REQUIRE(a.try_grow(2));
   PageLease b = std::move(a);
@@ -75,7 +79,8 @@ TEST_CASE("moving a lease moves its pages", "[page_pool]") {
 
 TEST_CASE("random churn agrees with a plain map", "[page_pool]") {
   std::mt19937 random(7);
-  PagePool pool(257, 1024);
+  const auto device = open_device_cpu();
+  PagePool pool(257, 1024, *device);
   std::vector<PageLease> leases;
   std::map<PageId, int> owners;
   for (int step = 0; step < 20000; ++step) {
