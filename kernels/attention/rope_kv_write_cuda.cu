@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // rope_kv_write on CUDA: a block takes one row and HEADS_PER_BLOCK of its Nq + 2 Nkv heads of q, k and v; its threads
-// compute the row's cosines and sines once into shared memory, then each warp clamps, norms, rotates and stores one head
-// at a time, lane i holding the pairs i, i + 32, ... of the head. Angles reach 10^5 radians: they are reduced to half turns
-// in double, where sincosf would need its slow path. Sums run in an order fixed by the width of a head. Limited by memory for many rows, by dependent loads
-// (position, block table) for few.
+// compute the row's cosines and sines once into shared memory, then each warp clamps, norms, rotates and stores one
+// head at a time, lane i holding the pairs i, i + 32, ... of the head. Angles reach 10^5 radians: they are reduced to
+// half turns in double, where sincosf would need its slow path. Sums run in an order fixed by the width of a head.
+// Limited by memory for many rows, by dependent loads (position, block table) for few.
 #include <cstdint>
 
 #include "kernels/attention/rope_kv_write.h"
@@ -186,9 +186,9 @@ void rope_kv_write_cuda(const RopeKvWriteArgs& args, Stream& stream) {
   }
   const int heads = args.num_heads + 2 * layout.num_kv_heads;
   const int blocks_per_row = (heads + HEADS_PER_BLOCK - 1) / HEADS_PER_BLOCK;
-  const Params params{args.q.f32(),   args.k.f32(),   args.v.f32(),    args.q.stride,     args.k.stride,  args.v.stride,
-                      args.num_heads, blocks_per_row, args.clip,       args.q_norm,       args.k_norm,    args.eps,
-                      args.inv_freq,  args.rope_scale, args.positions, args.row_sequence, args.kv,        args.layer};
+  const Params params{args.q.f32(),   args.k.f32(),    args.v.f32(),   args.q.stride,     args.k.stride, args.v.stride,
+                      args.num_heads, blocks_per_row,  args.clip,      args.q_norm,       args.k_norm,   args.eps,
+                      args.inv_freq,  args.rope_scale, args.positions, args.row_sequence, args.kv,       args.layer};
   const auto blocks = static_cast<unsigned>(int64_t{args.num_rows} * blocks_per_row);
   if (layout.dtype == Dtype::kF32) {
     rope_kernel<float><<<blocks, WARPS * 32, 0, cuda_stream(stream)>>>(params);

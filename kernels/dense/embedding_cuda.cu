@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// embedding on CUDA: each block widens a run of THREADS groups of four elements of one row, so a few rows spread over as
-// many SMs as they can use. A table or an output that is not aligned to its groups goes element by element. Limited by
-// memory for many rows, by the launch and two dependent loads for few.
+// embedding on CUDA: each block widens a run of THREADS groups of four elements of one row, so a few rows spread over
+// as many SMs as they can use. A table or an output that is not aligned to its groups goes element by element. Limited
+// by memory for many rows, by the launch and two dependent loads for few.
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
@@ -14,8 +14,8 @@ namespace {
 constexpr int THREADS = 128;
 
 template <class T, bool ALIGNED>
-__global__ void __launch_bounds__(THREADS) embedding_kernel(const T* table, int width, int runs,
-                                                            const int32_t* token_ids, float* out, int64_t out_stride) {
+__global__ void __launch_bounds__(THREADS)
+    embedding_kernel(const T* table, int width, int runs, const int32_t* token_ids, float* out, int64_t out_stride) {
   const int64_t row = blockIdx.x / runs;
   const int first = static_cast<int>(blockIdx.x % runs) * THREADS;
   const T* from = table + static_cast<int64_t>(token_ids[row]) * width;
@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(THREADS) embedding_kernel(const T* table, int 
     const int group = first + threadIdx.x;
     if (group < width / 4) {
       const Vec4<T> stored = load4(from, group);
-      store4(to, group, Vec4<float>{to_f32(stored.at[0]), to_f32(stored.at[1]), to_f32(stored.at[2]),
-                                    to_f32(stored.at[3])});
+      store4(to, group,
+             Vec4<float>{to_f32(stored.at[0]), to_f32(stored.at[1]), to_f32(stored.at[2]), to_f32(stored.at[3])});
     }
   } else {
     for (int i = 4 * first + threadIdx.x; i < width && i < 4 * (first + THREADS); i += THREADS) {
@@ -44,8 +44,7 @@ void launch(const EmbeddingArgs& args, cudaStream_t stream) {
   const bool aligned = width % 4 == 0 && reinterpret_cast<uintptr_t>(table) % sizeof(Vec4<T>) == 0 &&
                        args.out.stride % 4 == 0 && reinterpret_cast<uintptr_t>(out) % sizeof(Vec4<float>) == 0;
   if (aligned) {
-    embedding_kernel<T, true>
-        <<<blocks, THREADS, 0, stream>>>(table, width, runs, args.token_ids, out, args.out.stride);
+    embedding_kernel<T, true><<<blocks, THREADS, 0, stream>>>(table, width, runs, args.token_ids, out, args.out.stride);
   } else {
     embedding_kernel<T, false>
         <<<blocks, THREADS, 0, stream>>>(table, width, runs, args.token_ids, out, args.out.stride);

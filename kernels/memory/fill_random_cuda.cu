@@ -29,8 +29,8 @@ __device__ __forceinline__ uint32_t mix(uint32_t value) {
 
 __device__ __forceinline__ float random_value(uint64_t index, uint64_t seed, float scale) {
   const auto high = static_cast<uint32_t>(index >> 32);
-  const uint32_t key = mix(static_cast<uint32_t>(seed) + 0x9e3779b9u * high) ^
-                       mix(static_cast<uint32_t>(seed >> 32) + 0x85ebca6bu);
+  const uint32_t key =
+      mix(static_cast<uint32_t>(seed) + 0x9e3779b9u * high) ^ mix(static_cast<uint32_t>(seed >> 32) + 0x85ebca6bu);
   const uint32_t bits = mix(static_cast<uint32_t>(index) ^ key);
   // 24 bits, so that everything before the product with `scale` is exact.
   return __fmul_rn(static_cast<float>(static_cast<int32_t>(bits) >> 8) * 0x1p-23f, scale);
@@ -48,8 +48,8 @@ __device__ __forceinline__ T rounded(float value) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(THREADS) fill_kernel(T* data, uint64_t count, float scale, uint64_t seed,
-                                                       bool aligned) {
+__global__ void __launch_bounds__(THREADS)
+    fill_kernel(T* data, uint64_t count, float scale, uint64_t seed, bool aligned) {
   const uint64_t step = uint64_t{gridDim.x} * THREADS;
   for (uint64_t group = uint64_t{blockIdx.x} * THREADS + threadIdx.x; 4 * group < count; group += step) {
     Vec4<T> values;

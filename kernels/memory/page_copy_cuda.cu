@@ -15,8 +15,8 @@ constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
 constexpr int CHUNK = THREADS * UNROLL;  // units of 16 bytes
 
-__global__ void __launch_bounds__(THREADS) copy_kernel(uint4* pool, int64_t page_units, int chunks, const int32_t* from,
-                                                       const int32_t* to) {
+__global__ void __launch_bounds__(THREADS)
+    copy_kernel(uint4* pool, int64_t page_units, int chunks, const int32_t* from, const int32_t* to) {
   const int page = blockIdx.x / chunks;
   const int64_t begin = static_cast<int64_t>(blockIdx.x % chunks) * CHUNK + threadIdx.x;
   const uint4* source = pool + from[page] * page_units;

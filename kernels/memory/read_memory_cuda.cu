@@ -22,8 +22,8 @@ __device__ __forceinline__ uint64_t word_sum(const uint4& unit) {
   return (uint64_t{unit.y} << 32) + unit.x + (uint64_t{unit.w} << 32) + unit.z;
 }
 
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) read_kernel(const uint4* data, int64_t words,
-                                                                      uint64_t* block_sums) {
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+    read_kernel(const uint4* data, int64_t words, uint64_t* block_sums) {
   __shared__ uint64_t partial[THREADS / 32];
   const int64_t units = words / 2;
   const int64_t whole = units / TILE * TILE;
