@@ -85,6 +85,9 @@ class KvFixture {
     return count;
   }
   [[nodiscard]] bool guard_intact() const { return pool_.guard_intact(); }
+  // For copies to and from a device.
+  [[nodiscard]] const PoisonedBytes& pool() const { return pool_; }
+  [[nodiscard]] const std::vector<int32_t>& tables() const { return tables_; }
 
  private:
   KvLayout layout_;
