@@ -1,0 +1,576 @@
+// SPDX-License-Identifier: Apache-2.0
+// linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
+// Few rows: one launch for all parts. A block owns 16 or 32 outputs of one part for up to 32 rows; its 8 warps split K
+// into contiguous ranges of 64-input blocks and stream their weight rows straight into registers
+// (kernels/cuda/mma_tile.cuh). Meanwhile warp 0 looks up the rows' adapters; then all warps expand the deltas, and the
+// warps' sums are added in warp order. Limited by memory: each weight is read once.
+// Many rows: cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded
+// before LoRA and bias are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles.
+// Every sum over K is ordered by K alone, and a row takes nothing from the adapters of others: a delta is added where
+// the row has one, not multiplied by zero where it has none.
+#include "kernels/dense/linear.h"
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/dense_gemm.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mma_tile.cuh"
+#include "kernels/cuda/vec.cuh"
+#include "kernels/lora/lora_expand.cuh"
+#include "kernels/lora/lora_shrink_cuda.h"
+
+namespace moelora {
+namespace {
+
+constexpr int SKINNY_ROWS = 32;   // up to here the kernel for few rows, then cuBLASLt
+constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two
+constexpr int WARPS = 8;
+constexpr int THREADS = 32 * WARPS;
+constexpr int BLOCKS_PER_SM = 2;
+constexpr int EPILOGUE_ROWS = 8 * WARPS;
+// Blocks of 64 inputs whose weights a warp has in flight: as many as registers hold.
+constexpr int unroll_of(int row_groups, int output_tiles) {
+  return output_tiles == 1 ? (row_groups == 4 ? 3 : 4) : (row_groups == 1 ? 2 : 1);
+}
+constexpr unsigned ALL = 0xffffffffu;
+
+struct Part {
+  const void* weight;
+  const void* bias;  // may be null
+  void* out;
+  int64_t out_stride;
+  int n;
+  int first_tile;    // of this part in gridDim.x
+  int module;        // -1: never adapted
+  int module_index;  // in `shrunk`
+  bool bias_f32;
+  bool out_f32;
+};
+
+struct Params {
+  Part parts[3];
+  int num_parts;
+  int num_tiles;
+  const __nv_bfloat16* x;
+  int64_t x_stride;
+  int num_rows;
+  int k;
+  bool accumulate;
+  // LoRA; unused if every module is -1.
+  AdapterTable table;
+  const int32_t* row_slot;
+  const float* row_scale;
+  const float* shrunk;  // [T, num_modules, rank_stride], times the row's whole scale
+  int num_modules;
+  int rank_stride;
+  int layer;
+};
+
+__device__ __forceinline__ int part_of_tile(const Params& p, int tile) {
+  int part = 0;
+  while (part + 1 < p.num_parts && tile >= p.parts[part + 1].first_tile) {
+    ++part;
+  }
+  return part;
+}
+
+__device__ __forceinline__ float load_out(const Part& part, int64_t row, int n) {
+  const int64_t index = row * part.out_stride + n;
+  return part.out_f32 ? static_cast<const float*>(part.out)[index]
+                      : to_f32(static_cast<const __nv_bfloat16*>(part.out)[index]);
+}
+__device__ __forceinline__ void store_out(const Part& part, int64_t row, int n, float value) {
+  const int64_t index = row * part.out_stride + n;
+  if (part.out_f32) {
+    static_cast<float*>(part.out)[index] = value;
+  } else {
+    static_cast<__nv_bfloat16*>(part.out)[index] = from_f32<__nv_bfloat16>(value);
+  }
+}
+__device__ __forceinline__ float load_bias(const Part& part, int n) {
+  return part.bias_f32 ? static_cast<const float*>(part.bias)[n]
+                       : to_f32(static_cast<const __nv_bfloat16*>(part.bias)[n]);
+}
+
+// What the adapter of one row says about a part; slot 0 if the row keeps the base's bits.
+struct RowAdapter {
+  LoraRecord record;
+  int slot = 0;
+  float scale = 0.0f;
+};
+__device__ __forceinline__ RowAdapter find_row_adapter(const Params& p, const Part& part, int row) {
+  RowAdapter result;
+  if (row >= p.num_rows) {
+    return result;
+  }
+  const int slot = p.row_slot[row];
+  const float scale = p.row_scale[row];
+  const LoraRecord* record = p.table.dense(slot, p.layer, static_cast<LoraModule>(part.module));
+  if (record == nullptr || scale == 0.0f) {
+    return result;
+  }
+  result.record = *record;
+  result.slot = slot;
+  result.scale = scale * result.record.scale;
+  return result;
+}
+__device__ __forceinline__ const float* shrunk_row(const Params& p, const Part& part, int64_t row) {
+  return p.shrunk + (row * p.num_modules + part.module_index) * p.rank_stride;
+}
+
+// The different adapters of a block's rows.
+struct Adapters {
+  struct Entry {
+    int slot;
+    int b;
+    int bias;
+    int rank;
+    unsigned tokens;  // bit i: row i of the tile uses it
+  };
+  Entry entries[32];
+  float scale[32];  // of row i
+  int count;
+  unsigned active;  // all rows with a delta
+};
+
+// By one warp, lane i for row i. B is asked into L2, where it arrives while the weights stream.
+__device__ __forceinline__ void find_adapters(const Params& p, const Part& part, int row0, int rows, int n0, int width,
+                                              Adapters& shared) {
+  const int lane = threadIdx.x % 32;
+  RowAdapter mine;
+  if (part.module >= 0 && lane < rows) {
+    mine = find_row_adapter(p, part, row0 + lane);
+  }
+  const unsigned same = __match_any_sync(ALL, mine.slot);
+  const bool leads = mine.slot != 0 && __ffs(static_cast<int>(same)) - 1 == lane;
+  const unsigned leaders = __ballot_sync(ALL, leads);
+  const unsigned active = __ballot_sync(ALL, mine.slot != 0);
+  shared.scale[lane] = mine.scale;
+  if (leads) {
+    Adapters::Entry& entry = shared.entries[__popc(leaders & ((1u << lane) - 1))];
+    entry.slot = mine.slot;
+    entry.b = mine.record.b;
+    entry.bias = mine.record.bias;
+    entry.rank = mine.record.rank;
+    entry.tokens = same;
+    const int panels = (mine.record.rank + kTileRanks - 1) / kTileRanks;
+    for (int panel = 0; panel < panels; ++panel) {
+      const std::byte* tile = p.table.granule(mine.slot, mine.record.b + n0 / kTileColumns * panels + panel);
+      for (int n = n0; n < n0 + width && n < part.n; n += 8) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(tile + n % kTileColumns / 8 * 128));
+      }
+    }
+  }
+  if (lane == 0) {
+    shared.count = __popc(leaders);
+    shared.active = active;
+  }
+}
+
+// d = the delta of outputs n0 .. n0 + 15 for 8 rows of one adapter, in a fragment; s as in lora_expand, scale[i] that
+// of the row of column 2t + i. Columns of other rows hold nothing of use.
+__device__ __forceinline__ void expand_delta(const Params& p, const LoraRecord& record, int slot, int n0, int n,
+                                             const float* s, const float (&scale)[2], float (&d)[4]) {
+  float acc[1][4] = {};
+  const float* const rows[1] = {s};
+  lora_expand<1>(acc, p.table, slot, record, n0, n0 + 8 < n ? n0 + 8 : -1, rows);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int output = n0 + static_cast<int>(threadIdx.x % 32 / 4) + i / 2 * 8;
+    d[i] = acc[0][i];
+    if (record.bias >= 0 && output < n) {
+      d[i] += scale[i % 2] * lora_bias(p.table, slot, record, output);
+    }
+  }
+}
+
+// delta[(mt * NT + j) * 128 + 32 i + lane] of every row that has an adapter; what other rows have there is not
+// written. Each (adapter, group of 8 rows, 16 outputs) is the work of one warp.
+template <int NT, int MT>
+__device__ __forceinline__ void expand_all(const Params& p, const Part& part, int row0, int n0,
+                                           const Adapters& adapters, float* delta) {
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  int work = 0;
+  for (int index = 0; index < adapters.count; ++index) {
+    const Adapters::Entry& entry = adapters.entries[index];
+    LoraRecord record;
+    record.b = entry.b;
+    record.bias = entry.bias;
+    record.rank = entry.rank;
+    for (int j = 0; j < NT; ++j) {
+      const unsigned tokens = entry.tokens >> (8 * j) & 0xFFu;
+      if (tokens == 0) {
+        continue;
+      }
+      for (int mt = 0; mt < MT; ++mt) {
+        const int output = n0 + 16 * mt;
+        if (output >= part.n || work++ % WARPS != warp) {
+          continue;
+        }
+        const float* s = (tokens >> g & 1u) != 0 ? shrunk_row(p, part, row0 + 8 * j + g) : nullptr;
+        const float scale[2] = {adapters.scale[8 * j + 2 * t], adapters.scale[8 * j + 2 * t + 1]};
+        float d[4];
+        expand_delta(p, record, entry.slot, output, part.n, s, scale, d);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          if ((tokens >> (2 * t + i % 2) & 1u) != 0) {
+            delta[((mt * NT + j) * 4 + i) * 32 + lane] = d[i];
+          }
+        }
+      }
+    }
+  }
+}
+
+// This lane's rows of the operands, at its first chunk of the block that comes next.
+template <int NT, int MT>
+struct Operands {
+  const __nv_bfloat16* weight[2 * MT];  // outputs n0 + g + 8 i
+  const __nv_bfloat16* x[NT];           // rows row0 + g + 8 j
+};
+
+// acc += W x over UNROLL blocks of 64 inputs. TAIL: of these, inputs from `left` on are not there. Weights first: they
+// need nothing that another kernel writes.
+template <bool TAIL, int UNROLL, int NT, int MT>
+__device__ __forceinline__ void multiply_blocks(Operands<NT, MT>& at, int left, float (&acc)[MT][NT][4]) {
+  const int chunk = threadIdx.x % 4 * 8;
+  uint4 w[2 * UNROLL][2 * MT];
+#pragma unroll
+  for (int half = 0; half < 2 * UNROLL; ++half) {
+    const bool inside = !TAIL || half * 32 + chunk < left;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; ++i) {
+      w[half][i] = inside ? load_streaming(at.weight[i] + half * 32) : zero_chunk();
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2 * UNROLL; ++half) {
+    const bool inside = !TAIL || half * 32 + chunk < left;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+      const uint4 x = inside ? *reinterpret_cast<const uint4*>(at.x[j] + half * 32) : zero_chunk();
+#pragma unroll
+      for (int mt = 0; mt < MT; ++mt) {
+        mma_chunk(acc[mt][j], w[half][2 * mt], w[half][2 * mt + 1], x);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * MT; ++i) {
+    at.weight[i] += UNROLL * kTileColumns;
+  }
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    at.x[j] += UNROLL * kTileColumns;
+  }
+}
+
+// acc += W x over the 64-input blocks [begin, end) of K. Outputs and rows that are not there are read as the last
+// there is: what they give is never stored.
+template <int NT, int MT, int UNROLL>
+__device__ __forceinline__ void multiply(const Params& p, const Part& part, int row0, int n0, int begin, int end,
+                                         float (&acc)[MT][NT][4]) {
+  const int g = threadIdx.x % 32 / 4;
+  const int first = begin * kTileColumns + threadIdx.x % 4 * 8;
+  Operands<NT, MT> at;
+#pragma unroll
+  for (int i = 0; i < 2 * MT; ++i) {
+    const int64_t n = min(n0 + g + 8 * i, part.n - 1);
+    at.weight[i] = static_cast<const __nv_bfloat16*>(part.weight) + n * p.k + first;
+  }
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    const int64_t row = min(row0 + g + 8 * j, p.num_rows - 1);
+    at.x[j] = p.x + row * p.x_stride + first;
+  }
+  int left = min(end * kTileColumns, p.k) - begin * kTileColumns;
+#pragma unroll 1
+  for (; left >= UNROLL * kTileColumns; left -= UNROLL * kTileColumns) {
+    multiply_blocks<false, UNROLL>(at, left, acc);
+  }
+  if (left > 0) {
+    multiply_blocks<true, UNROLL>(at, left, acc);
+  }
+}
+
+// Few rows: MT * 16 outputs of one part, rows 8 NT blockIdx.y and the following.
+template <int NT, int MT>
+__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) linear_skinny(const __grid_constant__ Params p) {
+  constexpr int ELEMENTS = MT * NT * 128;  // of a tile, in fragments of [4 registers][32 lanes]
+  __shared__ float partial[WARPS * ELEMENTS];
+  __shared__ float delta[ELEMENTS];
+  __shared__ Adapters adapters;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
+  const int n0 = (static_cast<int>(blockIdx.x) - part.first_tile) * 16 * MT;
+  const int row0 = static_cast<int>(blockIdx.y) * 8 * NT;
+  const int rows = min(p.num_rows - row0, 8 * NT);
+  if (warp == 0) {
+    find_adapters(p, part, row0, rows, n0, 16 * MT, adapters);
+  }
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  float acc[MT][NT][4] = {};
+  multiply<NT, MT, unroll_of(NT, MT)>(p, part, row0, n0, warp * blocks / WARPS, (warp + 1) * blocks / WARPS, acc);
+#pragma unroll
+  for (int e = 0; e < MT * NT * 4; ++e) {
+    partial[warp * ELEMENTS + e * 32 + lane] = acc[e / 4 / NT][e / 4 % NT][e % 4];
+  }
+  __syncthreads();  // sums of all warps, and adapters
+  if (adapters.count > 0) {
+    expand_all<NT, MT>(p, part, row0, n0, adapters, delta);
+    __syncthreads();  // deltas
+  }
+  for (int e = threadIdx.x; e < ELEMENTS; e += THREADS) {
+    float y = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      y += partial[w * ELEMENTS + e];
+    }
+    const int fragment = e / 128;  // mt * NT + j
+    const int token = fragment % NT * 8 + e % 4 * 2 + e / 32 % 2;
+    const int n = n0 + fragment / NT * 16 + e % 32 / 4 + e / 64 % 2 * 8;
+    if (token >= rows || n >= part.n) {
+      continue;
+    }
+    if ((adapters.active >> token & 1u) != 0) {
+      y += delta[e];
+    }
+    if (part.bias != nullptr) {
+      y += load_bias(part, n);
+    }
+    if (p.accumulate) {
+      y += load_out(part, row0 + token, n);
+    }
+    store_out(part, row0 + token, n, y);
+  }
+}
+
+// fp32 weights (routers): a warp an output, 8 rows; the base alone.
+__global__ void __launch_bounds__(THREADS) linear_f32(const __grid_constant__ Params p) {
+  const int lane = threadIdx.x % 32;
+  const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
+  const int n = (static_cast<int>(blockIdx.x) - part.first_tile) * WARPS + static_cast<int>(threadIdx.x / 32);
+  const int row0 = static_cast<int>(blockIdx.y) * 8;
+  if (n >= part.n) {
+    return;
+  }
+  const float* weight = static_cast<const float*>(part.weight) + static_cast<int64_t>(n) * p.k;
+  const __nv_bfloat16* x = p.x + row0 * p.x_stride;
+  float sum[8] = {};
+#pragma unroll 4
+  for (int i = lane; i < p.k / 4; i += 32) {
+    const Vec4<float> w = load4(weight, i);
+#pragma unroll
+    for (int row = 0; row < 8; ++row) {
+      if (row0 + row < p.num_rows) {
+        const Vec4<__nv_bfloat16> values = load4(x + row * p.x_stride, i);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          sum[row] = fmaf(w.at[c], to_f32(values.at[c]), sum[row]);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < 8; ++row) {
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) {
+      sum[row] += __shfl_xor_sync(ALL, sum[row], offset);
+    }
+    if (lane == row && row0 + row < p.num_rows) {
+      store_out(part, row0 + row, n, p.accumulate ? load_out(part, row0 + row, n) + sum[row] : sum[row]);
+    }
+  }
+}
+
+// out += delta + bias for 16 outputs and 64 rows; a warp takes 8 rows and their adapters one after the other.
+__global__ void __launch_bounds__(THREADS) linear_epilogue(const __grid_constant__ Params p) {
+  const int lane = threadIdx.x % 32;
+  const int g = lane / 4;
+  const int t = lane % 4;
+  const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
+  const int n0 = (static_cast<int>(blockIdx.x) - part.first_tile) * 16;
+  const int row0 = static_cast<int>(blockIdx.y) * EPILOGUE_ROWS + static_cast<int>(threadIdx.x / 32) * 8;
+  RowAdapter mine;  // of row g, the same in the four lanes of a quad
+  if (part.module >= 0) {
+    mine = find_row_adapter(p, part, row0 + g);
+  }
+  unsigned pending = __ballot_sync(ALL, mine.slot != 0);
+  if (pending == 0 && part.bias == nullptr) {
+    return;
+  }
+  float y[4];
+  bool inside[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = row0 + 2 * t + i % 2;
+    const int n = n0 + g + i / 2 * 8;
+    inside[i] = row < p.num_rows && n < part.n;
+    y[i] = inside[i] ? load_out(part, row, n) : 0.0f;
+  }
+  const float scale[2] = {__shfl_sync(ALL, mine.scale, 8 * t), __shfl_sync(ALL, mine.scale, 8 * t + 4)};
+  while (pending != 0) {
+    const int leader = __ffs(static_cast<int>(pending)) - 1;
+    const int slot = __shfl_sync(ALL, mine.slot, leader);
+    LoraRecord record;
+    record.b = __shfl_sync(ALL, mine.record.b, leader);
+    record.bias = __shfl_sync(ALL, mine.record.bias, leader);
+    record.rank = __shfl_sync(ALL, mine.record.rank, leader);
+    const unsigned same = __ballot_sync(ALL, mine.slot == slot);
+    pending &= ~same;
+    const float* s = mine.slot == slot ? shrunk_row(p, part, row0 + g) : nullptr;
+    float d[4];
+    expand_delta(p, record, slot, n0, part.n, s, scale, d);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((same >> (8 * t + i % 2 * 4) & 1u) != 0) {
+        y[i] += d[i];
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (inside[i]) {
+      const int n = n0 + g + i / 2 * 8;
+      store_out(part, row0 + 2 * t + i % 2, n, part.bias != nullptr ? y[i] + load_bias(part, n) : y[i]);
+    }
+  }
+}
+
+// The parts of one launch, `width` outputs a tile.
+struct Launch {
+  Params params;
+  explicit Launch(const Params& common) : params(common) { params.num_parts = params.num_tiles = 0; }
+  void add(const Part& part, int width) {
+    Part& added = params.parts[params.num_parts++];
+    added = part;
+    added.first_tile = params.num_tiles;
+    params.num_tiles += (part.n + width - 1) / width;
+  }
+  [[nodiscard]] dim3 grid(int row_tile) const {
+    return {static_cast<unsigned>(params.num_tiles),
+            static_cast<unsigned>((params.num_rows + row_tile - 1) / row_tile)};
+  }
+};
+
+template <int MT>
+void launch_skinny(const Launch& launch, cudaStream_t stream) {
+  if (launch.params.num_rows <= 8) {
+    linear_skinny<1, MT><<<launch.grid(8), THREADS, 0, stream>>>(launch.params);
+  } else if (launch.params.num_rows <= 16) {
+    linear_skinny<2, MT><<<launch.grid(16), THREADS, 0, stream>>>(launch.params);
+  } else {
+    linear_skinny<4, MT><<<launch.grid(32), THREADS, 0, stream>>>(launch.params);
+  }
+  check_launch("linear");
+}
+
+void check_part(const LinearArgs& args, const LinearPart& part) {
+  MOELORA_ASSERT(part.weight.cols == args.k && part.weight.dtype != Dtype::kF16 && part.out.dtype != Dtype::kF16);
+  MOELORA_ASSERT(reinterpret_cast<uintptr_t>(part.weight.data) % 16 == 0);
+  MOELORA_ASSERT(part.bias.empty() || part.bias.dtype != Dtype::kF16);
+}
+
+// Fills what LoRA needs and queues the shrink.
+void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
+  DenseShrinkArgs shrink;
+  for (int i = 0; i < args.num_parts; ++i) {
+    p.parts[i].module = -1;
+    if (args.lora != nullptr && args.parts[i].module != LoraModule::kNone) {
+      p.parts[i].module = static_cast<int>(args.parts[i].module);
+      p.parts[i].module_index = shrink.num_modules;
+      shrink.modules[shrink.num_modules++] = args.parts[i].module;
+    }
+  }
+  if (shrink.num_modules == 0) {
+    return;
+  }
+  shrink.x = args.x;
+  shrink.num_rows = args.num_rows;
+  shrink.k = args.k;
+  shrink.layer = args.layer;
+  shrink.lora = args.lora;
+  shrink.out = reinterpret_cast<float*>(args.scratch);
+  shrink.rank_stride = args.lora->rank_stride;
+  const size_t shrunk_bytes = static_cast<size_t>(args.num_rows) * static_cast<size_t>(shrink.num_modules) *
+                              static_cast<size_t>(shrink.rank_stride) * sizeof(float);
+  MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
+  lora_shrink_dense_cuda(shrink, stream);
+  p.table = args.lora->table;
+  p.row_slot = args.lora->row_slot;
+  p.row_scale = args.lora->row_scale;
+  p.shrunk = shrink.out;
+  p.num_modules = shrink.num_modules;
+  p.rank_stride = shrink.rank_stride;
+  p.layer = args.layer;
+}
+
+}  // namespace
+
+void linear_cuda(const LinearArgs& args, Stream& stream) {
+  MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
+  MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
+  if (args.num_rows == 0) {
+    return;
+  }
+  Params common{};
+  common.x = static_cast<const __nv_bfloat16*>(args.x.data);
+  common.x_stride = args.x.stride;
+  common.num_rows = args.num_rows;
+  common.k = args.k;
+  common.accumulate = args.accumulate;
+  int tiles = 0;
+  for (int i = 0; i < args.num_parts; ++i) {
+    const LinearPart& part = args.parts[i];
+    check_part(args, part);
+    Part& own = common.parts[i];
+    own.weight = part.weight.data;
+    own.bias = part.bias.data;
+    own.bias_f32 = part.bias.dtype == Dtype::kF32;
+    own.out = part.out.data;
+    own.out_f32 = part.out.dtype == Dtype::kF32;
+    own.out_stride = part.out.stride;
+    own.n = part.weight.rows;
+    tiles += (own.n + 15) / 16;
+  }
+  prepare_lora(args, common, stream);
+  const bool wide = tiles >= WIDE_TILES;
+  DenseGemm* const gemm = args.num_rows > SKINNY_ROWS ? cuda_state(stream).dense_gemm : nullptr;
+  Launch skinny(common);
+  Launch f32(common);
+  Launch epilogue(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    const LinearPart& part = args.parts[i];
+    const Part& own = common.parts[i];
+    const bool is_f32 = part.weight.dtype == Dtype::kF32;
+    if (is_f32) {
+      f32.add(own, WARPS);
+    } else if (gemm == nullptr ||
+               !gemm->run(part.weight, args.x, args.num_rows, part.out, args.accumulate, cuda_stream(stream))) {
+      skinny.add(own, wide ? 32 : 16);
+      continue;
+    }
+    if (own.module >= 0 || own.bias != nullptr) {
+      epilogue.add(own, 16);
+    }
+  }
+  if (skinny.params.num_parts > 0) {
+    wide ? launch_skinny<2>(skinny, cuda_stream(stream)) : launch_skinny<1>(skinny, cuda_stream(stream));
+  }
+  if (f32.params.num_parts > 0) {
+    linear_f32<<<f32.grid(8), THREADS, 0, cuda_stream(stream)>>>(f32.params);
+    check_launch("linear, fp32 weights");
+  }
+  if (epilogue.params.num_parts > 0) {
+    linear_epilogue<<<epilogue.grid(EPILOGUE_ROWS), THREADS, 0, cuda_stream(stream)>>>(epilogue.params);
+    check_launch("linear, LoRA and bias");
+  }
+}
+
+}  // namespace moelora
