@@ -57,6 +57,9 @@ class AdapterFixture {
 
   [[nodiscard]] const TestAdapter& adapter(int32_t slot) const { return adapters_[static_cast<size_t>(slot - 1)]; }
   [[nodiscard]] const AdapterTable& table() const { return batch_.table; }
+  [[nodiscard]] const std::vector<TestAdapter>& adapters() const { return adapters_; }
+  [[nodiscard]] size_t pool_bytes() const { return pool_.size(); }
+  [[nodiscard]] const std::vector<int32_t>& page_table() const { return page_table_; }
   // The pair and the whole factor of row t; null for base rows.
   [[nodiscard]] const LoraPair* dense(int32_t t, int32_t layer, LoraModule module, double* factor) const;
   [[nodiscard]] const LoraPair* expert(int32_t t, int32_t layer, int32_t expert, ExpertModule module,
