@@ -13,12 +13,13 @@
 
 #include <cstdint>
 
+#include "kernels/moe/mxfp4_tiles.h"
+
 namespace moelora {
 
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                              uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -47,8 +48,7 @@ __device__ __forceinline__ uint4 expand_mxfp4(uint32_t word, __nv_bfloat162 scal
   uint32_t pair[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const uint32_t shifted = word << (4 * i);
-    const uint32_t bits = (shifted & 0x80008000u) | ((shifted >> 6) & 0x01C001C0u);
+    const uint32_t bits = mxfp4_pair(word, i);
     const __nv_bfloat162 value = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), scale);
     pair[i] = reinterpret_cast<const uint32_t&>(value);
   }

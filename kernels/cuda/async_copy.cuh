@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies from global to shared memory that pass no register (cp.async), in groups that a thread waits for in order.
+#pragma once
+
+#include <cstdint>
+
+namespace moelora {
+
+// 16 bytes, or 16 zero bytes if not `present`; then `from` is not read.
+__device__ __forceinline__ void async_copy16(void* shared, const void* from, bool present) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
+               : "memory");
+}
+// 4 bytes, through the L1.
+__device__ __forceinline__ void async_copy4(void* shared, const void* from) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void async_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until at most N of this thread's latest groups are still on their way.
+template <int N>
+__device__ __forceinline__ void async_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+}  // namespace moelora

@@ -1,0 +1,274 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert products of few tokens an expert: a stream of weights with a little arithmetic beside it. The grid stays on
+// the device and walks the work: (active expert, RT neighbouring row tiles, up to 16 of its tokens). The 8 warps of a
+// block cut the inputs into contiguous ranges of blocks of 64. Each warp runs its own ring of STAGES such blocks in
+// shared memory, filled by asynchronous copies that run ahead across work items, so that loads are in flight while
+// others sum up, and no register waits for memory; a lane reads what it copied, in fragment order, without a barrier.
+// Token chunks come from L1 or L2. Partial sums meet in shared memory and are added in the order of the warps: a
+// token's bits depend on its own row, k and its adapter alone.
+// A warp that will finish a row tile computes that tile's LoRA delta at the item's start, behind the copies in flight.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/moe/expert_gemm.cuh"
+
+namespace moelora {
+
+constexpr int kDecodeBlocksPerSm = 2;
+constexpr int kDecodeTokens = 16;  // of a work item, in two groups of 8
+
+struct ExpertWork {
+  int item;
+  int expert;
+  int tile;  // first row tile
+  int pair;  // first sorted pair
+  int end;   // end of the expert's pairs
+};
+
+// Items are ordered by expert, then by row tiles, so that blocks running together share tokens.
+template <int RT>
+struct ExpertWalk {
+  int items;
+  int tile_groups;
+
+  __device__ __forceinline__ explicit ExpertWalk(const ExpertGemm& p)
+      : items(__ldg(p.order.num_active) * ((p.row_tiles + RT - 1) / RT)), tile_groups((p.row_tiles + RT - 1) / RT) {}
+  [[nodiscard]] __device__ __forceinline__ bool ended(const ExpertWork& work) const { return work.item >= items; }
+  __device__ __forceinline__ void seek(const ExpertGemm& p, ExpertWork& work, int item) const {
+    work.item = item;
+    if (item < items) {
+      work.expert = __ldg(p.order.active_experts + item / tile_groups);
+      work.tile = item % tile_groups * RT;
+      work.pair = __ldg(p.order.expert_begin + work.expert);
+      work.end = __ldg(p.order.expert_begin + work.expert + 1);
+    }
+  }
+  // More tokens of the same rows, or the next item of this block.
+  __device__ __forceinline__ void advance(const ExpertGemm& p, ExpertWork& work) const {
+    if (work.pair + kDecodeTokens < work.end) {
+      work.pair += kDecodeTokens;
+    } else {
+      seek(p, work, work.item + static_cast<int>(gridDim.x));
+    }
+  }
+};
+
+// The copying end of a warp's ring. Every call of issue() closes one group of copies, so that groups count stages.
+template <class Source, int RT, int STAGES>
+struct WeightRing {
+  static constexpr int kStage = RT * Source::kStageBytes;
+  static constexpr int kBytes = STAGES * kStage;
+  std::byte* memory;
+  ExpertWork work;
+  Source source[RT];
+  int begin;
+  int end;
+  int b;
+  int slot = 0;
+
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
+    if (!walk.ended(work)) {
+#pragma unroll
+      for (int i = 0; i < RT; ++i) {
+        source[i].locate(p, work.expert, min(work.tile + i, p.row_tiles - 1));
+      }
+    }
+  }
+  __device__ __forceinline__ void issue(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
+    if (!walk.ended(work)) {
+#pragma unroll
+      for (int i = 0; i < RT; ++i) {
+        source[i].copy(memory + slot * kStage + i * Source::kStageBytes, b);
+      }
+      if (++b == end) {
+        b = begin;
+        walk.advance(p, work);
+        locate(p, walk);
+      }
+    }
+    async_commit();
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+  }
+};
+
+// This lane's chunks of block b of its tokens; zeros where there is no token or no input.
+template <int NT>
+__device__ __forceinline__ void load_tokens(uint4 (&x)[NT][2], const uint4* const (&token)[2], int chunks, int b) {
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int at = 8 * b + 4 * c + lane_index() % 4;
+      x[j][c] = token[j] != nullptr && at < chunks ? __ldg(token[j] + at) : zero_chunk();
+    }
+  }
+}
+
+// One work item's share of this warp. `slot` is the reading end of the ring.
+template <int NT, class Source, int RT, int STAGES>
+__device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGemm& p, const ExpertWalk<RT>& walk,
+                                         WeightRing<Source, RT, STAGES>& ring, int& slot,
+                                         const uint4* const (&token)[2]) {
+  using Ring = WeightRing<Source, RT, STAGES>;
+  const int chunks = p.k / 8;
+  const int begin = ring.begin;
+  const int end = ring.end;
+  uint4 x[NT][2];
+  load_tokens<NT>(x, token, chunks, begin);
+  for (int b = begin; b < end; ++b) {
+    uint4 next_x[NT][2];
+    load_tokens<NT>(next_x, token, chunks, b + 1);  // zeros past k
+    async_wait<STAGES - 2>();                       // the oldest stage is there
+    ring.issue(p, walk);                            // into the stage that was read before it
+#pragma unroll
+    for (int i = 0; i < RT; ++i) {
+      typename Source::Block w;
+      Source::fetch(w, ring.memory + slot * Ring::kStage + i * Source::kStageBytes);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        uint4 low;
+        uint4 high;
+        Source::chunk(w, c, low, high);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          mma_chunk(acc[i][j], low, high, x[j][c]);
+        }
+      }
+    }
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+      x[j][0] = next_x[j][0];
+      x[j][1] = next_x[j][1];
+    }
+  }
+}
+
+// The part of a work item that one warp finishes: row tile `tile` (i of the item) and token group j. Roles move from
+// turn to turn, so that no warp is always the late one.
+struct ExpertRole {
+  bool active;
+  int i;
+  int j;
+};
+template <int RT>
+__device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertWork& work, int turn) {
+  const int index = (warp_index() + turn * RT) % kExpertWarps;
+  const int groups = work.pair + 8 < work.end ? 2 : 1;
+  return {index < RT * groups && work.tile + index % RT < p.row_tiles, index % RT, index / RT};
+}
+
+// The delta of a role's tokens. Returns bit 4g: token g has an adapter.
+template <bool GATE_UP>
+__device__ __forceinline__ unsigned role_delta(float (&delta)[1][4], const ExpertGemm& p, const ExpertWork& work,
+                                               const ExpertRole& role) {
+  const int pair = work.pair + 8 * role.j + lane_index() / 4;
+  TokenAdapters<1> tokens;
+  tokens.set(p.lora, 0, pair, pair < work.end ? __ldg(p.order.pair_row + pair) : -1);
+  const unsigned adapted = __ballot_sync(0xffffffffu, tokens.slot[0] != 0);
+  if (adapted != 0) {
+    add_lora<GATE_UP, 1>(delta, p, tokens, work.expert, work.tile + role.i);
+  }
+  return adapted;
+}
+
+// Sums of all warps over the inputs: [warp][row tile][group][lane].
+template <int RT>
+struct PartialSums {
+  float4 at[kExpertWarps][RT][2][32];
+};
+
+template <bool GATE_UP, int RT>
+__device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, const ExpertGemm& p, const ExpertWork& work,
+                                            const ExpertRole& role, unsigned adapted, const float (&delta)[1][4]) {
+  float sum[4] = {};
+#pragma unroll
+  for (int warp = 0; warp < kExpertWarps; ++warp) {
+    const float4 part = partial.at[warp][role.i][role.j][lane_index()];
+    sum[0] += part.x;
+    sum[1] += part.y;
+    sum[2] += part.z;
+    sum[3] += part.w;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if ((adapted >> (8 * (lane_index() % 4) + 4 * i) & 1u) != 0) {
+      sum[i] += delta[0][i];
+      sum[2 + i] += delta[0][2 + i];
+    }
+  }
+  finish_tile<GATE_UP>(sum, p, work.expert, work.tile + role.i, work.pair + 8 * role.j, work.end);
+}
+
+template <bool GATE_UP, class Source, int RT, int STAGES>
+__global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
+    expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
+  using Ring = WeightRing<Source, RT, STAGES>;
+  extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
+  auto* const partial = reinterpret_cast<PartialSums<RT>*>(dynamic_shared);
+  const ExpertWalk<RT> walk(p);
+  ExpertWork work{};
+  walk.seek(p, work, static_cast<int>(blockIdx.x));
+  Ring ring;
+  ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
+  ring.begin = p.k_blocks * warp_index() / kExpertWarps;
+  ring.end = p.k_blocks * (warp_index() + 1) / kExpertWarps;
+  ring.b = ring.begin;
+  ring.work = work;
+  if (ring.begin < ring.end) {
+    ring.locate(p, walk);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) {
+      ring.issue(p, walk);
+    }
+  }
+  int slot = 0;
+  for (int turn = 0; !walk.ended(work); ++turn) {
+    const ExpertRole role = role_of<RT>(p, work, turn);
+    float delta[1][4] = {};
+    unsigned adapted = 0;
+    if (p.lora.row_slot != nullptr && role.active) {
+      adapted = role_delta<GATE_UP>(delta, p, work, role);
+    }
+    const uint4* token[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int pair = work.pair + 8 * j + lane_index() / 4;
+      token[j] = pair < work.end ? token_row(p, pair) : nullptr;
+    }
+    float acc[RT][2][4] = {};
+    if (work.pair + 8 < work.end) {
+      multiply<2>(acc, p, walk, ring, slot, token);
+    } else {
+      multiply<1>(acc, p, walk, ring, slot, token);
+    }
+#pragma unroll
+    for (int i = 0; i < RT; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        partial[turn % 2].at[warp_index()][i][j][lane_index()] =
+            make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
+      }
+    }
+    __syncthreads();  // the partial sums of all warps are there
+    if (role.active) {
+      finish_role<GATE_UP>(partial[turn % 2], p, work, role, adapted, delta);
+    }
+    walk.advance(p, work);
+  }
+  async_wait<0>();
+}
+
+template <bool GATE_UP, class Source, int RT, int STAGES>
+void launch_expert_decode(const ExpertGemm& p, int max_active, const CudaStream& state) {
+  constexpr size_t kSharedBytes = 2 * sizeof(PartialSums<RT>) + kExpertWarps * WeightRing<Source, RT, STAGES>::kBytes;
+  check_cuda(cudaFuncSetAttribute(expert_decode_kernel<GATE_UP, Source, RT, STAGES>,
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+             "shared memory of the expert product");
+  const int64_t items = int64_t{max_active} * ((p.row_tiles + RT - 1) / RT);
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, int64_t{state.num_sms} * kDecodeBlocksPerSm));
+  expert_decode_kernel<GATE_UP, Source, RT, STAGES><<<grid, kExpertThreads, kSharedBytes, state.stream>>>(p);
+}
+
+}  // namespace moelora

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// From the arguments of moe_gate_up and moe_down to a kernel: which of the two, in which shape.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/lora/lora_shrink_cuda.h"
+#include "kernels/moe/expert_decode.cuh"
+#include "kernels/moe/expert_prefill.cuh"
+
+namespace moelora {
+
+// Work items an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
+constexpr int kMinItemsPerSm = 8;
+
+inline bool aligned16(const Rows& rows) {
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
+         rows.stride * static_cast<int64_t>(dtype_bytes(rows.dtype)) % 16 == 0;
+}
+
+// Fills in what both ops have in common, and launches the shrink.
+template <class Args>
+void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by_pair, const Rows& out,
+                       const ExpertWeights& low, const ExpertWeights& high, Stream& stream) {
+  const bool tiles = low.format == ExpertFormat::kMxfp4Tiles;
+  MOELORA_ASSERT(x.dtype == Dtype::kBf16 && aligned16(x) && out.dtype != Dtype::kF16);
+  MOELORA_ASSERT(tiles || (low.format == ExpertFormat::kRows && high.format == ExpertFormat::kRows &&
+                           low.dtype == Dtype::kBf16 && high.dtype == Dtype::kBf16));
+  MOELORA_ASSERT(low.cols % 8 == 0 && args.num_experts <= kMaxExperts);
+  MOELORA_ASSERT(args.order.active_experts != nullptr && args.order.num_active != nullptr);
+  p.low = low.data;
+  p.high = high.data;
+  p.scales = low.scales;
+  p.low_bias = low.bias;
+  p.high_bias = high.bias;
+  p.low_step = low.row_step;
+  p.high_step = high.row_step;
+  p.rows = low.rows;
+  p.k = low.cols;
+  p.k_blocks = (low.cols + 63) / 64;
+  p.x = static_cast<const __nv_bfloat16*>(x.data);
+  p.x_stride = x.stride;
+  p.x_by_pair = x_by_pair;
+  p.order = args.order;
+  p.out = out.data;
+  p.out_stride = out.stride;
+  p.out_f32 = out.dtype == Dtype::kF32;
+  if (args.lora == nullptr) {
+    return;
+  }
+  ExpertShrinkArgs shrink;
+  shrink.x = x;
+  shrink.x_sorted = x_by_pair;
+  shrink.order = args.order;
+  shrink.num_rows = args.num_rows;
+  shrink.top_k = args.top_k;
+  shrink.num_experts = args.num_experts;
+  shrink.k = low.cols;
+  shrink.layer = args.layer;
+  shrink.num_modules = x_by_pair ? 1 : 2;
+  if (x_by_pair) {
+    shrink.modules[0] = ExpertModule::kDown;
+  }
+  shrink.lora = args.lora;
+  shrink.out = reinterpret_cast<float*>(args.scratch);
+  shrink.rank_stride = args.lora->rank_stride;
+  const size_t floats = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k) *
+                        static_cast<size_t>(shrink.num_modules) * static_cast<size_t>(shrink.rank_stride);
+  MOELORA_ASSERT(args.scratch_bytes >= floats * sizeof(float) && shrink.rank_stride % 8 == 0);
+  lora_shrink_experts_cuda(shrink, stream);
+  p.lora = {args.lora->table, args.lora->row_slot, args.lora->row_scale, shrink.out, shrink.rank_stride, args.layer};
+}
+
+template <bool GATE_UP, class Source, bool TILES>
+void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs, int num_experts,
+                        const CudaStream& state) {
+  const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
+  const bool many = path == ExpertPath::kManyTokens ||
+                    (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
+  if (many) {
+    return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
+  }
+  if constexpr (TILES) {
+    if (int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms) {
+      return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
+    }
+    return launch_expert_decode<GATE_UP, Source, 1, 6>(p, max_active, state);
+  } else {
+    return launch_expert_decode<GATE_UP, Source, 1, 4>(p, max_active, state);
+  }
+}
+
+template <bool GATE_UP>
+void launch_expert_format(const ExpertGemm& p, ExpertFormat format, ExpertPath path, int64_t num_pairs, int num_experts,
+                          const CudaStream& state) {
+  if (format == ExpertFormat::kMxfp4Tiles) {
+    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, path, num_pairs, num_experts, state);
+  } else {
+    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, path, num_pairs, num_experts, state);
+  }
+}
+
+}  // namespace moelora

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two ways in which the CUDA backend computes an expert product, by name, so that tests and benchmarks can force
+// one. The ops choose from the number of rows alone, which is fixed for a captured graph.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/moe/moe_down.h"
+#include "kernels/moe/moe_gate_up.h"
+
+namespace moelora {
+
+enum class ExpertPath : uint8_t {
+  kAuto = 0,
+  kFewTokens = 1,   // streams weights (kernels/moe/expert_decode.cuh)
+  kManyTokens = 2,  // grouped GEMM (kernels/moe/expert_prefill.cuh)
+};
+
+// Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.
+constexpr int32_t kManyTokensPerExpert = 16;
+
+void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& stream);
+void moe_down_cuda_by(ExpertPath path, const MoeDownArgs& args, Stream& stream);
+
+}  // namespace moelora

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_down on CUDA: two launches. The shrink of the adapters' pairs (kernels/lora/lora_shrink_cuda.h), then one kernel
+// that multiplies the activations with down and adds the expanded LoRA, its bias and the experts' bias in its
+// accumulators. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
+// kernels/moe/expert_prefill.cuh, limited by the tensor cores.
+#include "kernels/moe/moe_down.h"
+
+#include "kernels/moe/expert_launch.cuh"
+
+namespace moelora {
+
+void moe_down_cuda_by(ExpertPath path, const MoeDownArgs& args, Stream& stream) {
+  if (args.num_rows == 0) {
+    return;
+  }
+  ExpertGemm p;
+  begin_expert_gemm(p, args, args.act, true, args.out, args.down, args.down, stream);
+  p.row_tiles = (args.down.rows + 15) / 16;
+  launch_expert_format<false>(p, args.down.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
+                              cuda_state(stream));
+  check_launch("moe_down");
+}
+
+void moe_down_cuda(const MoeDownArgs& args, Stream& stream) {
+  moe_down_cuda_by(ExpertPath::kAuto, args, stream);
+}
+
+}  // namespace moelora

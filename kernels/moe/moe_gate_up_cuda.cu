@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_gate_up on CUDA: two launches. The shrink of the adapters' rows (kernels/lora/lora_shrink_cuda.h), then one
+// kernel that gathers the tokens, multiplies them with gate and up, adds the expanded LoRA, its bias and the experts'
+// bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
+// copy of x is never made. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
+// kernels/moe/expert_prefill.cuh, limited by the tensor cores.
+#include "kernels/moe/moe_gate_up.h"
+
+#include "kernels/moe/expert_launch.cuh"
+
+namespace moelora {
+
+void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& stream) {
+  const bool tiles = args.gate.format == ExpertFormat::kMxfp4Tiles;
+  MOELORA_ASSERT(tiles || (args.up.rows == args.gate.rows && args.up.cols == args.gate.cols));
+  if (args.num_rows == 0) {
+    return;
+  }
+  ExpertGemm p;
+  begin_expert_gemm(p, args, args.x, false, args.act, args.gate, tiles ? args.gate : args.up, stream);
+  p.high_bias = args.up.bias;
+  p.row_tiles = (args.gate.rows + 7) / 8;
+  p.activation = args.activation;
+  p.limit = args.limit;
+  launch_expert_format<true>(p, args.gate.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
+                             cuda_state(stream));
+  check_launch("moe_gate_up");
+}
+
+void moe_gate_up_cuda(const MoeGateUpArgs& args, Stream& stream) {
+  moe_gate_up_cuda_by(ExpertPath::kAuto, args, stream);
+}
+
+}  // namespace moelora
