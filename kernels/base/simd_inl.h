@@ -9,6 +9,7 @@
 #define MOELORA_KERNELS_BASE_SIMD_INL_H_
 #endif
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -28,24 +29,76 @@ using FloatVec = hn::Vec<FloatTag>;
 constexpr int kLanes = static_cast<int>(hn::MaxLanes(FloatTag()));
 constexpr int kBlock = 2 * kLanes;  // elements of k that one step of a product takes
 
-// The order in which a product visits k inside a block of 2 L elements, fixed by the weights' dtype.
-// kSplit: even elements, then odd ones (two bf16 in 32 bits part by a shift and a mask). kNatural: as stored.
+// How rows of weights are stored: elements of a Dtype, or E2M1 nibbles with an E8M0 scale for each 32 of them in a
+// place of their own (kernels/moe/expert_weights.h).
+enum class Stored : uint8_t { kF32, kF16, kBf16, kMxfp4 };
+constexpr Stored stored_as(Dtype dtype) {
+  return dtype == Dtype::kF32 ? Stored::kF32 : dtype == Dtype::kF16 ? Stored::kF16 : Stored::kBf16;
+}
+constexpr int64_t stored_bytes(Stored stored, int64_t elements) {
+  return stored == Stored::kMxfp4 ? elements / 2 : stored == Stored::kF32 ? elements * 4 : elements * 2;
+}
+// The scale of element `at` of a row whose scales begin at `scales`; only MXFP4 has any.
+template <Stored kStored>
+constexpr const uint8_t* scale_of(const uint8_t* scales, int64_t at) {
+  return kStored == Stored::kMxfp4 ? scales + at / 32 : scales;
+}
+
+// The order in which a product visits k inside a block of 2 L elements, fixed by how weights are stored.
+// kSplit: even elements, then odd ones (two bf16 in 32 bits part by a shift and a mask, two nibbles of a byte
+// likewise). kNatural: as stored.
 enum class PackOrder : uint8_t { kSplit, kNatural };
-constexpr PackOrder pack_order(Dtype dtype) {
-  return dtype == Dtype::kBf16 ? PackOrder::kSplit : PackOrder::kNatural;
+constexpr PackOrder pack_order(Stored stored) {
+  return stored == Stored::kBf16 || stored == Stored::kMxfp4 ? PackOrder::kSplit : PackOrder::kNatural;
+}
+
+// 2^(scale - 127). A byte of 255 would be a NaN and is refused before it gets here.
+HWY_INLINE float scale_value(uint8_t scale) {
+  const uint32_t bits = std::max(uint32_t{scale} << 23, 0x00400000u);  // 2^-127 is subnormal
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The low (kHalf 0) or high nibbles of L bytes as numbers, times 2^(scale - 127).
+template <int kHalf>
+HWY_INLINE FloatVec load_nibbles(const uint8_t* bytes, uint8_t scale) {
+  const FloatTag d;
+  const hn::Rebind<uint8_t, FloatTag> d8;
+#if HWY_MAX_BYTES == 64
+  // The table takes the scale: one product for a whole block. A lookup reads only the four low bits of its index.
+  alignas(64) static constexpr float kNumbers[16] = {0.0f,  0.5f,  1.0f,  1.5f,  2.0f,  3.0f,  4.0f,  6.0f,
+                                                     -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  const hn::RebindToUnsigned<FloatTag> du;
+  const auto pairs = hn::PromoteTo(du, hn::LoadU(d8, bytes));
+  const auto index = kHalf == 0 ? pairs : hn::ShiftRight<4>(pairs);
+  const FloatVec numbers = hn::Mul(hn::Load(d, kNumbers), hn::Set(d, scale_value(scale)));
+  return hn::TableLookupLanes(numbers, hn::Indices512<float>{index.raw});
+#else
+  alignas(16) static constexpr uint8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+  const hn::Rebind<int8_t, FloatTag> di8;
+  const hn::Rebind<int32_t, FloatTag> di32;
+  const auto pairs = hn::LoadU(d8, bytes);
+  const auto index = kHalf == 0 ? hn::And(pairs, hn::Set(d8, uint8_t{15})) : hn::ShiftRight<4>(pairs);
+  const auto doubled = hn::TableLookupBytes(hn::Load(hn::FixedTag<uint8_t, 16>(), kDoubled), index);
+  const auto numbers = hn::ConvertTo(d, hn::PromoteTo(di32, hn::BitCast(di8, doubled)));
+  return hn::Mul(numbers, hn::Set(d, 0.5f * scale_value(scale)));
+#endif
 }
 
 // One of the two vectors of a block of stored weights, from any address: vector 0 goes with x[0 .. L) of a
-// packed row's block, vector 1 with x[L .. 2 L).
-template <Dtype kDtype, int kHalf>
-HWY_INLINE FloatVec load_half(const uint8_t* block) {
+// packed row's block, vector 1 with x[L .. 2 L). `scale` is read for kMxfp4 only.
+template <Stored kStored, int kHalf>
+HWY_INLINE FloatVec load_half(const uint8_t* block, const uint8_t* scale) {
   const FloatTag d;
-  if constexpr (kDtype == Dtype::kBf16) {
+  if constexpr (kStored == Stored::kMxfp4) {
+    return load_nibbles<kHalf>(block, *scale);
+  } else if constexpr (kStored == Stored::kBf16) {
     const hn::RebindToUnsigned<FloatTag> du;
     const hn::Repartition<uint8_t, FloatTag> d8;
     const auto pairs = hn::BitCast(du, hn::LoadU(d8, block));
     return hn::BitCast(d, kHalf == 0 ? hn::ShiftLeft<16>(pairs) : hn::And(pairs, hn::Set(du, 0xffff0000u)));
-  } else if constexpr (kDtype == Dtype::kF16) {
+  } else if constexpr (kStored == Stored::kF16) {
     const hn::Rebind<hwy::float16_t, FloatTag> d16;
     const hn::Repartition<uint8_t, decltype(d16)> d8;
     return hn::PromoteTo(d, hn::BitCast(d16, hn::LoadU(d8, block + kHalf * 2 * kLanes)));

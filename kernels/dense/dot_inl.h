@@ -95,21 +95,30 @@ HWY_INLINE void add_slice(const FloatVec* acc, const Sums& to) {
   }
 }
 
-// Four stored weight rows, `stride` bytes apart (0: four times the same row).
+// Stored weight rows `stride` bytes apart (0: the same row again), with their scales where they have any.
 struct StoredRows {
-  const uint8_t* first;
-  int64_t stride;
+  const uint8_t* first = nullptr;
+  int64_t stride = 0;
+  const uint8_t* scales = nullptr;
+  int64_t scale_stride = 0;
+
+  // The same rows from row `row`, element `at` on.
+  template <Stored kStored>
+  [[nodiscard]] HWY_INLINE StoredRows from(int64_t row, int64_t at) const {
+    return {first + row * stride + stored_bytes(kStored, at), stride,
+            scale_of<kStored>(scales + row * scale_stride, at), scale_stride};
+  }
 };
 
 // acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`.
-template <Dtype kDtype, int kRows, int kHalf, bool kWiden>
+template <Stored kStored, int kRows, int kHalf, bool kWiden>
 HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, int64_t at, float* widened,
                               FloatVec* acc) {
   const FloatTag d;
   FloatVec weights[kGroup];
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
-    weights[o] = load_half<kDtype, kHalf>(block.first + o * block.stride);
+    weights[o] = load_half<kStored, kHalf>(block.first + o * block.stride, block.scales + o * block.scale_stride);
     if constexpr (kWiden) {
       hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
     }
@@ -130,10 +139,12 @@ HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, in
 // another takes only two of the four rows that follow, so that memory is busy in both.
 struct ReadAhead {
   const uint8_t* following = nullptr;
+  const uint8_t* following_scales = nullptr;
   bool near = false;
   bool four = false;
 };
-constexpr int64_t kNear = 8;
+template <Stored kStored>
+constexpr int64_t kNear = kStored == Stored::kMxfp4 ? 1024 / kBlock : 8;
 
 template <int64_t kBytes>
 HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t* near, const uint8_t* following) {
@@ -160,30 +171,37 @@ HWY_INLINE void read_ahead(const ReadAhead& ahead, int64_t stride, const uint8_t
 
 // Products of four stored weight rows with kRows rows over the elements [0, count) of k, a whole row or, with
 // kWiden, one slice of it, which then also leaves the weights in `widened` for dot_widened.
-template <Dtype kDtype, int kRows, bool kWiden>
+template <Stored kStored, int kRows, bool kWiden>
 HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t count, const ReadAhead& ahead,
                            float* widened, Sums to) {
-  constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
-  const int64_t row_bytes = count * static_cast<int64_t>(dtype_bytes(kDtype));
+  constexpr int64_t kBytes = stored_bytes(kStored, kBlock);
+  const int64_t row_bytes = stored_bytes(kStored, count);
   const float* x[kRows];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
     x[r] = rows[r];
   }
   const uint8_t* following = ahead.following;
+  if constexpr (kStored == Stored::kMxfp4 && !kWiden) {
+    for (int64_t byte = 0; ahead.near && byte < kGroup * block.scale_stride; byte += 64) {
+      __builtin_prefetch(ahead.following_scales + byte, 0, 2);
+    }
+  }
   int64_t at = 0;
   while (at < count) {
     const int64_t end = std::min(count, at + kSlice);
     FloatVec acc[kRows * kGroup];
     clear<kRows>(acc);
     for (; at + kBlock <= end; at += kBlock) {
-      if constexpr (!kWiden) {
-        const bool inside = at + kNear * kBlock < count;
-        const uint8_t* near = inside ? block.first + kNear * kBytes : following + (kNear * kBytes - row_bytes);
+      if (!kWiden && (kBytes >= 64 || at * kBytes / kBlock % 64 == 0)) {  // once a line
+        constexpr int64_t kAhead = kNear<kStored> * kBytes;
+        const bool inside = at + kNear<kStored> * kBlock < count;
+        const uint8_t* near = inside ? block.first + kAhead : following + (kAhead - row_bytes);
         read_ahead<kBytes>(ahead, block.stride, near, following);
       }
-      multiply_half<kDtype, kRows, 0, kWiden>(block, x, at, widened, acc);
-      multiply_half<kDtype, kRows, 1, kWiden>(block, x, at, widened, acc);
+      const StoredRows here{block.first, block.stride, scale_of<kStored>(block.scales, at), block.scale_stride};
+      multiply_half<kStored, kRows, 0, kWiden>(here, x, at, widened, acc);
+      multiply_half<kStored, kRows, 1, kWiden>(here, x, at, widened, acc);
       block.first += kBytes;
       following += kBytes;
       if constexpr (kWiden) {
@@ -193,11 +211,11 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
     if (at < end) {  // what follows the row in memory may be anything: zeros instead
       alignas(64) uint8_t rest[kGroup][kBlock * 4] = {};
       for (int o = 0; o < kGroup; ++o) {
-        std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(end - at) * dtype_bytes(kDtype));
+        std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(stored_bytes(kStored, end - at)));
       }
-      const StoredRows padded{rest[0], sizeof rest[0]};
-      multiply_half<kDtype, kRows, 0, kWiden>(padded, x, at, widened, acc);
-      multiply_half<kDtype, kRows, 1, kWiden>(padded, x, at, widened, acc);
+      const StoredRows padded{rest[0], sizeof rest[0], scale_of<kStored>(block.scales, at), block.scale_stride};
+      multiply_half<kStored, kRows, 0, kWiden>(padded, x, at, widened, acc);
+      multiply_half<kStored, kRows, 1, kWiden>(padded, x, at, widened, acc);
       at = end;
     }
     add_slice<kRows>(acc, to);

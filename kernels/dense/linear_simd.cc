@@ -124,13 +124,13 @@ void store(const LinearArgs& args, const LinearPart& part, int32_t n, int32_t ou
 
 struct Tile {
   TileWeights weights;
-  int32_t part;
-  int32_t n;
+  int32_t part = 0;
+  int32_t n = 0;
 };
 
 Tile tile_at(const LinearPlan& plan, int32_t ticket) {
   if (ticket >= plan.begin[plan.num_parts]) {
-    return {{{nullptr, nullptr}, 0, 0}, 0, 0};
+    return {};
   }
   int32_t at = 0;
   while (ticket >= plan.begin[at + 1]) {
@@ -139,8 +139,11 @@ Tile tile_at(const LinearPlan& plan, int32_t ticket) {
   const Weight& weight = plan.args->parts[plan.part[at]].weight;
   const int32_t n = (ticket - plan.begin[at]) * plan.outputs;
   const int64_t row_bytes = plan.args->k * static_cast<int64_t>(dtype_bytes(weight.dtype));
-  const TileWeights weights{
-      {static_cast<const uint8_t*>(weight.data) + n * row_bytes, nullptr}, 1, std::min(plan.outputs, weight.rows - n)};
+  TileWeights weights;
+  weights.rows[0].first = static_cast<const uint8_t*>(weight.data) + n * row_bytes;
+  weights.rows[0].stride = row_bytes;
+  weights.matrices = 1;
+  weights.count = std::min(plan.outputs, weight.rows - n);
   return {weights, plan.part[at], n};
 }
 
@@ -174,7 +177,7 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
   plan.outputs = tile_outputs(args.k, 1, plan.by_classes, total, stream.num_threads());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
   for (int32_t p = 0; p < args.num_parts; ++p) {
-    if (pack_order(args.parts[p].weight.dtype) != order) {
+    if (pack_order(stored_as(args.parts[p].weight.dtype)) != order) {
       continue;
     }
     plan.part[plan.num_parts] = p;

@@ -90,30 +90,37 @@ HWY_INLINE void transpose(const WordVec* in, WordVec* out) {
   }
 }
 
+// A slice of one weight row, with its scales where there are any.
+struct StoredRow {
+  const uint8_t* data;
+  const uint8_t* scales;
+};
+
 // Stored weights of block `b` of a slice as fp32 for one vector of outputs; rows[r] is the slice of weight row r. Two
 // bf16 of a class share a 32-bit word and are transposed together.
-template <Dtype kDtype>
-HWY_INLINE void transpose_block(const uint8_t* const* rows, int64_t b, int64_t count, float* to) {
+template <Stored kStored>
+HWY_INLINE void transpose_block(const StoredRow* rows, int64_t b, int64_t count, float* to) {
   const WordTag d;
   const FloatTag df;
-  constexpr auto kBytes = static_cast<int64_t>(kBlock * dtype_bytes(kDtype));
-  constexpr bool kWords = kDtype == Dtype::kBf16;
+  constexpr int64_t kBytes = stored_bytes(kStored, kBlock);
+  constexpr bool kWords = kStored == Stored::kBf16;
   const int64_t rest = count - b * kBlock;
   WordVec in[2][kLanes];
   for (int r = 0; r < kLanes; ++r) {
-    const uint8_t* from = rows[r] + b * kBytes;
+    const uint8_t* from = rows[r].data + b * kBytes;
+    const uint8_t* scale = scale_of<kStored>(rows[r].scales, b * kBlock);
     alignas(64) uint8_t padded[kBlock * 4];
     if (rest < kBlock) {  // what follows the row in memory may be anything: zeros instead
       std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, from, static_cast<size_t>(rest) * dtype_bytes(kDtype));
+      std::memcpy(padded, from, static_cast<size_t>(stored_bytes(kStored, rest)));
       from = padded;
     }
     if constexpr (kWords) {
       const hn::Repartition<uint8_t, WordTag> d8;
       in[0][r] = hn::BitCast(d, hn::LoadU(d8, from));
     } else {
-      in[0][r] = hn::BitCast(d, load_half<kDtype, 0>(from));
-      in[1][r] = hn::BitCast(d, load_half<kDtype, 1>(from));
+      in[0][r] = hn::BitCast(d, load_half<kStored, 0>(from, scale));
+      in[1][r] = hn::BitCast(d, load_half<kStored, 1>(from, scale));
     }
   }
   for (int half = 0; half < (kWords ? 1 : 2); ++half) {
@@ -133,15 +140,16 @@ HWY_INLINE void transpose_block(const uint8_t* const* rows, int64_t b, int64_t c
 }
 
 // A slice of kOuterOutputs weight rows as fp32 [class][step][output].
-template <Dtype kDtype>
-HWY_INLINE void transpose_slice(const uint8_t* const* rows, int64_t at, int64_t count, float* transposed) {
-  const uint8_t* slice[kLanes];
+template <Stored kStored>
+HWY_INLINE void transpose_slice(const StoredRow* rows, int64_t at, int64_t count, float* transposed) {
+  StoredRow slice[kLanes];
   for (int v = 0; v < kOuterVectors; ++v) {
     for (int r = 0; r < kLanes; ++r) {
-      slice[r] = rows[v * kLanes + r] + at * static_cast<int64_t>(dtype_bytes(kDtype));
+      const StoredRow& row = rows[v * kLanes + r];
+      slice[r] = {row.data + stored_bytes(kStored, at), scale_of<kStored>(row.scales, at)};
     }
     for (int64_t b = 0; b < (count + kBlock - 1) / kBlock; ++b) {
-      transpose_block<kDtype>(slice, b, count, transposed + v * kLanes);
+      transpose_block<kStored>(slice, b, count, transposed + v * kLanes);
     }
   }
 }

@@ -18,7 +18,7 @@ void swiglu_dispatch(const SwigluArgs& args, Stream& stream) {
   const Rows& out = args.out.data != nullptr ? args.out : args.gate;
   stream.parallel_for(static_cast<size_t>(args.num_rows), [&](size_t item, int) HWY_ATTR {
     const auto row = static_cast<int64_t>(item);
-    silu_multiply(args.gate.row(row), args.up.row(row), args.width, out.row(row));
+    activate_pairs(args.gate.row(row), args.up.row(row), args.width, out.row(row), SiluMultiply());
   });
 }
 }  // namespace HWY_NAMESPACE
@@ -26,7 +26,9 @@ void swiglu_dispatch(const SwigluArgs& args, Stream& stream) {
 HWY_AFTER_NAMESPACE();
 #else
 namespace moelora::HWY_NAMESPACE {
-void swiglu_dispatch(const SwigluArgs& args, Stream& stream) { swiglu_cpu(args, stream); }
+void swiglu_dispatch(const SwigluArgs& args, Stream& stream) {
+  swiglu_cpu(args, stream);
+}
 }  // namespace moelora::HWY_NAMESPACE
 #endif
 
@@ -35,7 +37,9 @@ namespace moelora {
 
 HWY_EXPORT(swiglu_dispatch);
 
-void swiglu_simd(const SwigluArgs& args, Stream& stream) { HWY_DYNAMIC_DISPATCH(swiglu_dispatch)(args, stream); }
+void swiglu_simd(const SwigluArgs& args, Stream& stream) {
+  HWY_DYNAMIC_DISPATCH(swiglu_dispatch)(args, stream);
+}
 
 }  // namespace moelora
 #endif  // HWY_ONCE

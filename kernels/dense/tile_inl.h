@@ -25,6 +25,7 @@ constexpr int kTileOutputs = 64;   // of all matrices of a tile; also the stride
 constexpr int kTileRows = 512;     // rows of a tile by classes whose sums wait for `finish` together
 constexpr int kDotRows = 96;       // the same of other tiles; a multiple of kPanel
 constexpr int kInPlaceRows = 36;   // up to here a tile is read in place (measured)
+constexpr int kInPlaceMxfp4 = 12;  // the same for MXFP4
 constexpr int kClassesRows = 192;  // from here on tiles go by classes (measured)
 constexpr size_t kWidenedBytes = 1u << 20;
 constexpr size_t kTileScratchBytes =
@@ -43,11 +44,11 @@ struct TileRows {
   }
 };
 
-// `count` consecutive weight rows starting at `data`, of each of `matrices` matrices; none: no tile.
+// `count` weight rows of each of `matrices` matrices; none: no tile.
 struct TileWeights {
-  const uint8_t* data[2];
-  int32_t matrices;
-  int32_t count;
+  StoredRows rows[2];
+  int32_t matrices = 0;
+  int32_t count = 0;
 };
 
 // Outputs of a tile, of each matrix: a multiple of 8, so that tiles meet the cores of LoRA's B. By classes as many as
@@ -110,11 +111,15 @@ struct Panel {
 // Brings the next tile into L2, a few lines at a time in about `calls` steps.
 class Prefetcher {
  public:
+  // Where rows of a matrix have gaps, the other matrix lies in them.
   Prefetcher(const TileWeights& tile, int64_t row_bytes, int64_t calls)
-      : tile_(tile), bytes_(tile.count * row_bytes), lines_(tile.matrices * bytes_ / 64 / calls + 1) {}
+      : tile_(tile),
+        matrices_(tile.rows[0].stride > row_bytes ? std::min(tile.matrices, 1) : tile.matrices),
+        bytes_(tile.count * tile.rows[0].stride),
+        lines_(matrices_ * bytes_ / 64 / calls + 1) {}
   HWY_INLINE void step() {
-    for (int64_t line = 0; line < lines_ && matrix_ < tile_.matrices; ++line) {
-      __builtin_prefetch(tile_.data[matrix_] + at_, 0, 2);
+    for (int64_t line = 0; line < lines_ && matrix_ < matrices_; ++line) {
+      __builtin_prefetch(tile_.rows[matrix_].first + at_, 0, 2);
       at_ += 64;
       if (at_ < bytes_) {
         continue;
@@ -126,6 +131,7 @@ class Prefetcher {
 
  private:
   const TileWeights& tile_;
+  int32_t matrices_;
   int64_t bytes_;
   int64_t lines_;
   int64_t at_ = 0;
@@ -160,7 +166,7 @@ struct Groups {
 enum class Source : uint8_t { kInPlace, kWiden, kWidened };
 
 struct DotTile {
-  const uint8_t* data;  // weight rows
+  StoredRows weights;
   int32_t outputs;
   int32_t k;
   float* widened;  // [group][vector of k][4][L]
@@ -170,20 +176,22 @@ struct DotTile {
 // Sums of some rows in the way of dot_inl.h. kInPlace runs over the whole of k for four weight rows at a time, as they
 // lie in memory, and reads ahead (into `ahead`, which may be null, after the last). The other two run slice of k by
 // slice, so that the slices of one panel's rows stay in L1 while the tile passes by, and drain `next`.
-template <Dtype kDtype, Source kSource>
-HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t rows, const uint8_t* ahead,
+template <Stored kStored, Source kSource>
+HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t rows, const StoredRows* ahead,
                          Prefetcher& next) {
-  constexpr auto kBytes = static_cast<int64_t>(dtype_bytes(kDtype));
   const Groups groups(tile.outputs);
-  const int64_t stride = groups.single() ? 0 : tile.k * kBytes;
   const int64_t vectors = (tile.k + kBlock - 1) / kBlock * 2;
   const int32_t panels = Panel::ceil_panels(rows);
   const int64_t depth = kSource == Source::kInPlace ? tile.k : kSlice;
   for (int64_t at = 0; at < tile.k; at += depth) {
     const int64_t count = std::min<int64_t>(tile.k - at, depth);
     for (int32_t g = 0; g < groups.count; ++g) {
-      const StoredRows stored{tile.data + groups.row(g) * tile.k * kBytes + at * kBytes, stride};
-      const uint8_t* following = g + 1 < groups.count || ahead == nullptr ? stored.first + kGroup * stride : ahead;
+      StoredRows stored = tile.weights.from<kStored>(groups.row(g), at);
+      if (groups.single()) {
+        stored.stride = stored.scale_stride = 0;
+      }
+      const bool more = g + 1 < groups.count || ahead == nullptr;
+      const StoredRows following = more ? stored.from<kStored>(kGroup, 0) : *ahead;
       float* const widened = tile.widened + (g * vectors + at / kLanes) * kGroup * kLanes;
       if constexpr (kSource != Source::kInPlace) {
         next.step();
@@ -199,11 +207,11 @@ HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t row
           if constexpr (kSource == Source::kWidened) {
             dot_widened<panel_rows>(widened, panel_x, (count + kBlock - 1) / kBlock * 2, to);
           } else if constexpr (kSource == Source::kWiden) {
-            dot_stored<kDtype, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, to);
+            dot_stored<kStored, panel_rows, true>(stored, panel_x, count, ReadAhead(), widened, to);
           } else {
             // Two panels share the work of reading ahead, so that memory is busy while each of them computes.
-            const ReadAhead read{following + p % 2 * 2 * stride, p == 0, panels == 1};
-            dot_stored<kDtype, panel_rows, false>(stored, panel_x, count, read, nullptr, to);
+            const ReadAhead read{following.first + p % 2 * 2 * stored.stride, following.scales, p == 0, panels == 1};
+            dot_stored<kStored, panel_rows, false>(stored, panel_x, count, read, nullptr, to);
           }
         });
       }
@@ -212,23 +220,23 @@ HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t row
 }
 
 // Sums of a block of at most kDotRows rows of a tile; `first`: nothing of the tile is widened yet.
-template <Dtype kDtype>
+template <Stored kStored>
 HWY_INLINE void sum_by_dots(const TileWeights& w, int32_t k, bool in_place, bool first, const float* const* x,
                             int32_t rows, float* widened, float* const* sums, const TileWeights& next_tile,
                             Prefetcher& next) {
   const int64_t matrix_floats = Groups(w.count).count * kGroup * padded_k(k);
   for (int32_t m = 0; m < w.matrices; ++m) {
-    DotTile tile{w.data[m], w.count, k, widened + m * matrix_floats, sums[m]};
+    DotTile tile{w.rows[m], w.count, k, widened + m * matrix_floats, sums[m]};
     if (in_place) {
-      const uint8_t* after = m + 1 < w.matrices ? w.data[m + 1] : next_tile.matrices > 0 ? next_tile.data[0] : nullptr;
-      sum_rows<kDtype, Source::kInPlace>(tile, x, rows, after, next);
+      const StoredRows* after = m + 1 < w.matrices ? &w.rows[m + 1] : next_tile.matrices > 0 ? next_tile.rows : nullptr;
+      sum_rows<kStored, Source::kInPlace>(tile, x, rows, after, next);
     } else {
       for (int32_t r = 0; r < rows; r += kPanel, tile.sums += kPanel * kTileOutputs) {
         const int32_t panel_rows = std::min(kPanel, rows - r);
         if (first && r == 0) {
-          sum_rows<kDtype, Source::kWiden>(tile, x + r, panel_rows, nullptr, next);
+          sum_rows<kStored, Source::kWiden>(tile, x + r, panel_rows, nullptr, next);
         } else {
-          sum_rows<kDtype, Source::kWidened>(tile, x + r, panel_rows, nullptr, next);
+          sum_rows<kStored, Source::kWidened>(tile, x + r, panel_rows, nullptr, next);
         }
       }
     }
@@ -237,13 +245,13 @@ HWY_INLINE void sum_by_dots(const TileWeights& w, int32_t k, bool in_place, bool
 }
 
 // Sums of one slice of k of kOuterOutputs weight rows: all classes for kStackRows rows at a time.
-template <Dtype kDtype>
-HWY_INLINE void sum_slice(const uint8_t* const* weights, int64_t at, int64_t count, const float* const* x, int32_t rows,
+template <Stored kStored>
+HWY_INLINE void sum_slice(const StoredRow* weights, int64_t at, int64_t count, const float* const* x, int32_t rows,
                           float* scratch, float* sums, Prefetcher& next) {
   float* const stack = scratch;
   float* const transposed = stack + kStackFloats;
   const int64_t blocks = (count + kBlock - 1) / kBlock;
-  transpose_slice<kDtype>(weights, at, count, transposed);
+  transpose_slice<kStored>(weights, at, count, transposed);
   for (int32_t begin = 0; begin < rows; begin += kStackRows) {
     const int32_t block_rows = std::min(rows - begin, kStackRows);
     const int32_t panels = (block_rows + kOuterRows - 1) / kOuterRows;
@@ -278,28 +286,28 @@ HWY_INLINE void sum_slice(const uint8_t* const* weights, int64_t at, int64_t cou
 }
 
 // Sums of all outputs of a tile through transposed slices. Outputs that a tile lacks repeat the last one.
-template <Dtype kDtype>
+template <Stored kStored>
 HWY_INLINE void sum_by_classes(const TileWeights& w, int32_t k, const float* const* x, int32_t rows, float* scratch,
                                float* sums, Prefetcher& next) {
-  const int64_t row_bytes = k * static_cast<int64_t>(dtype_bytes(kDtype));
   const int32_t each = kTileOutputs / w.matrices;
   for (int32_t n = 0; n < kTileOutputs; n += kOuterOutputs) {
     if (n % each >= w.count) {
       continue;
     }
-    const uint8_t* weights[kOuterOutputs];
+    StoredRow weights[kOuterOutputs];
     for (int32_t o = 0; o < kOuterOutputs; ++o) {
-      weights[o] = w.data[(n + o) / each] + std::min((n + o) % each, w.count - 1) * row_bytes;
+      const StoredRows row = w.rows[(n + o) / each].from<kStored>(std::min((n + o) % each, w.count - 1), 0);
+      weights[o] = {row.first, row.scales};
     }
     for (int64_t at = 0; at < k; at += kSlice) {
-      sum_slice<kDtype>(weights, at, std::min<int64_t>(k - at, kSlice), x, rows, scratch, sums + n, next);
+      sum_slice<kStored>(weights, at, std::min<int64_t>(k - at, kSlice), x, rows, scratch, sums + n, next);
     }
   }
 }
 
 // Computes one tile; finish(first row, rows, sums) sees each block of rows: matrix m's output j of row r is
 // sums[m][r * kTileOutputs + j]. `next_tile` is what this worker runs next: prefetched meanwhile.
-template <Dtype kDtype, class Finish>
+template <Stored kStored, class Finish>
 HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, const TileWeights& next_tile,
                          std::byte* scratch, const Finish& finish) {
   float* const base = reinterpret_cast<float*>(scratch);
@@ -307,9 +315,10 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
   float* const sums[2] = {base, base + (rows.by_classes ? kTileOutputs / 2 : kDotRows * kTileOutputs)};
   const auto widened_bytes =
       Groups(w.count).count * kGroup * padded_k(k) * w.matrices * static_cast<int64_t>(sizeof(float));
-  const bool in_place = rows.count <= kInPlaceRows || widened_bytes > static_cast<int64_t>(kWidenedBytes);
+  constexpr int kMost = kStored == Stored::kMxfp4 ? kInPlaceMxfp4 : kInPlaceRows;
+  const bool in_place = rows.count <= kMost || widened_bytes > static_cast<int64_t>(kWidenedBytes);
   const int64_t panels = Panel::ceil_panels(rows.count) * ((k + kSlice - 1) / kSlice);
-  Prefetcher next(next_tile, k * static_cast<int64_t>(dtype_bytes(kDtype)),
+  Prefetcher next(next_tile, stored_bytes(kStored, k),
                   panels * (rows.by_classes ? kLanes : Groups(w.count).count * w.matrices));
   const int32_t most = rows.by_classes ? kTileRows : kDotRows;
   const int32_t blocks = (rows.count + most - 1) / most;
@@ -321,9 +330,9 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
       x[r] = rows.row(begin + r);
     }
     if (rows.by_classes) {
-      sum_by_classes<kDtype>(w, k, x, count, work, base, next);
+      sum_by_classes<kStored>(w, k, x, count, work, base, next);
     } else {
-      sum_by_dots<kDtype>(w, k, in_place, b == 0, x, count, work, sums, next_tile, next);
+      sum_by_dots<kStored>(w, k, in_place, b == 0, x, count, work, sums, next_tile, next);
     }
     finish(begin, count, sums);
   }
@@ -334,11 +343,11 @@ HWY_INLINE void run_tile(Dtype dtype, const TileWeights& w, const TileRows& rows
                          std::byte* scratch, const Finish& finish) {
   switch (dtype) {
     case Dtype::kF32:
-      return run_tile<Dtype::kF32>(w, rows, k, next, scratch, finish);
+      return run_tile<Stored::kF32>(w, rows, k, next, scratch, finish);
     case Dtype::kF16:
-      return run_tile<Dtype::kF16>(w, rows, k, next, scratch, finish);
+      return run_tile<Stored::kF16>(w, rows, k, next, scratch, finish);
     case Dtype::kBf16:
-      return run_tile<Dtype::kBf16>(w, rows, k, next, scratch, finish);
+      return run_tile<Stored::kBf16>(w, rows, k, next, scratch, finish);
   }
 }
 

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference of the experts' second half: pair by pair in sorted order, one output at a time, LoRA included.
+// The reference of the experts' second half: pair by pair in sorted order, one output at a time, LoRA and bias
+// included.
 #include "kernels/moe/moe_down.h"
 
 #include <algorithm>
 
-#include "kernels/dense/dot_reference.h"
 #include "kernels/lora/lora_reference.h"
+#include "kernels/moe/expert_reference.h"
 
 namespace moelora {
 
 void moe_down_cpu(const MoeDownArgs& args, Stream& stream) {
   check_lora_scratch(args.lora, stream);
+  check_expert_weights(args.down);
   const float* const act = args.act.f32();
   float* const out = args.out.f32();
   const ExpertWeights& down = args.down;
@@ -28,8 +30,8 @@ void moe_down_cpu(const MoeDownArgs& args, Stream& stream) {
       lora_shrink_reference(lora, from, down.cols, shrunk);
     }
     for (int32_t n = 0; n < down.rows; ++n) {
-      const float y = dot_reference(down.data[expert], down.dtype, args.compute, n, from, down.cols);
-      to[n] = lora_expand_reference(lora, shrunk, n, y);
+      const float y = expert_dot_reference(down, expert, args.compute, n, from);
+      to[n] = lora_expand_reference(lora, shrunk, n, y) + expert_bias(down, expert, n);
     }
   });
 }

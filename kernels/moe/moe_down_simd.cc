@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_down on vectors: the sorted pairs' activations are packed and the adapters' pairs shrunk (phase one); then
-// workers take (active expert, tile of outputs) by ticket and add LoRA in the tile's tail. Bits: see dot_inl.h.
+// workers take (active expert, tile of outputs) by ticket and add LoRA and bias in the tile's tail. Bits: see
+// dot_inl.h.
 #include "kernels/base/simd_targets.h"
 #include "kernels/dense/linear.h"
+#include "kernels/moe/expert_reference.h"
 #include "kernels/moe/moe_down.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -47,27 +49,27 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.down.cols;
   const ExpertWeights* const matrices[1] = {&args.down};
-  for_each_expert_tile(
-      stream, begin, args.num_experts, ceil_div(args.down.rows, plan.outputs),
-      [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
-        const int32_t n = tile * plan.outputs;
-        const TileWeights weights = expert_tile(matrices, 1, expert, n, plan.outputs);
-        const TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
-        const int32_t outputs = weights.count;
-        const TileRows rows{plan.packed, padded_k(k),   plan.by_classes,
-                            nullptr,     begin[expert], begin[expert + 1] - begin[expert]};
-        run_tile(args.down.dtype, weights, rows, k, ahead, stream.scratch(worker),
-                 [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
-                   const int32_t pair = begin[expert] + first;
-                   if (plan.lora.batch != nullptr) {
-                     expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
-                   }
-                   for (int32_t r = 0; r < count; ++r) {
-                     std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kTileOutputs,
-                                 static_cast<size_t>(outputs) * sizeof(float));
-                   }
-                 });
-      });
+  const auto run = [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
+    const int32_t n = tile * plan.outputs;
+    const TileWeights weights = expert_tile(matrices, 1, expert, n, plan.outputs);
+    const TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
+    const int32_t outputs = weights.count;
+    const TileRows rows{plan.packed, padded_k(k),   plan.by_classes,
+                        nullptr,     begin[expert], begin[expert + 1] - begin[expert]};
+    const auto finish = [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
+      const int32_t pair = begin[expert] + first;
+      if (plan.lora.batch != nullptr) {
+        expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
+      }
+      add_bias(args.down, expert, n, outputs, count, sums[0]);
+      for (int32_t r = 0; r < count; ++r) {
+        std::memcpy(args.out.row(pair + r) + n, sums[0] + r * kTileOutputs,
+                    static_cast<size_t>(outputs) * sizeof(float));
+      }
+    };
+    run_expert_tile(args.down, weights, rows, ahead, stream.scratch(worker), finish);
+  };
+  for_each_expert_tile(stream, begin, args.num_experts, ceil_div(args.down.rows, plan.outputs), run);
 }
 
 }  // namespace
@@ -78,7 +80,7 @@ void down_dispatch(const MoeDownArgs& args, Stream& stream) {
   const int32_t pairs = args.num_rows * args.top_k;
   DownPlan plan{};
   plan.args = &args;
-  plan.order = pack_order(args.down.dtype);
+  plan.order = pack_order(stored_as(args.down));
   const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
   plan.by_classes = many_rows(args.order.expert_begin, args.num_experts);
   plan.outputs = tile_outputs(args.down.cols, 1, plan.by_classes, static_cast<int64_t>(active) * args.down.rows,
@@ -118,6 +120,7 @@ void moe_down_simd(const MoeDownArgs& args, Stream& stream) {
   if (args.num_rows == 0) {
     return;
   }
+  check_expert_weights(args.down);
   MOELORA_ASSERT(stream.scratch_bytes() >= HWY_DYNAMIC_DISPATCH(down_worker_bytes)());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
   MOELORA_ASSERT(args.scratch_bytes >=

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// The reference of the experts' first half: pair by pair, gate and up of one output at a time, each with its LoRA
-// added before the activation. The pair's expert follows from where it lies between expert_begin's borders.
+// The reference of the experts' first half: pair by pair, gate and up of one output at a time, each with its LoRA and
+// bias added before the activation. The pair's expert follows from where it lies between expert_begin's borders.
 #include "kernels/moe/moe_gate_up.h"
 
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/dense/dot_reference.h"
 #include "kernels/lora/lora_reference.h"
+#include "kernels/moe/expert_reference.h"
 
 namespace moelora {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 // One projection of one pair: the expert's matrix and the row's adapter on it.
 struct Projection {
   const ExpertWeights& weights;
-  const void* matrix;
+  int32_t expert;
   LoraRow lora;
   float* shrunk;
 };
@@ -26,19 +26,31 @@ Projection begin_projection(const MoeGateUpArgs& args, const ExpertWeights& weig
   if (lora.active()) {
     lora_shrink_reference(lora, x, weights.cols, shrunk);
   }
-  return {weights, weights.data[expert], lora, shrunk};
+  return {weights, expert, lora, shrunk};
 }
 
-float output(const Projection& projection, Compute compute, int32_t n, const float* x) {
-  const ExpertWeights& weights = projection.weights;
-  const float y = dot_reference(projection.matrix, weights.dtype, compute, n, x, weights.cols);
-  return lora_expand_reference(projection.lora, projection.shrunk, n, y);
+double output(const Projection& projection, Compute compute, int32_t n, const float* x) {
+  float y = expert_dot_reference(projection.weights, projection.expert, compute, n, x);
+  y = lora_expand_reference(projection.lora, projection.shrunk, n, y);
+  return static_cast<double>(y + expert_bias(projection.weights, projection.expert, n));
+}
+
+double activation(const MoeGateUpArgs& args, double g, double u) {
+  if (args.activation == MoeActivation::kSilu) {
+    return g / (1.0 + std::exp(-g)) * u;
+  }
+  const auto limit = static_cast<double>(args.limit);
+  g = g > limit ? limit : g;  // a NaN is no more than the limit: it stays
+  u = u > limit ? limit : u < -limit ? -limit : u;
+  return (u + 1.0) * g / (1.0 + std::exp(-1.702 * g));
 }
 
 }  // namespace
 
 void moe_gate_up_cpu(const MoeGateUpArgs& args, Stream& stream) {
   check_lora_scratch(args.lora, stream, 2);
+  check_expert_weights(args.gate);
+  check_expert_weights(args.up);
   const float* const x = args.x.f32();
   float* const act = args.act.f32();
   const int32_t max_rank = args.lora != nullptr ? args.lora->max_rank : 0;
@@ -54,9 +66,9 @@ void moe_gate_up_cpu(const MoeGateUpArgs& args, Stream& stream) {
     const Projection gate = begin_projection(args, args.gate, ExpertModule::kGate, expert, row, from, shrunk);
     const Projection up = begin_projection(args, args.up, ExpertModule::kUp, expert, row, from, shrunk + max_rank);
     for (int32_t n = 0; n < args.gate.rows; ++n) {
-      const auto g = static_cast<double>(output(gate, args.compute, n, from));
-      const auto u = static_cast<double>(output(up, args.compute, n, from));
-      to[n] = static_cast<float>(g / (1.0 + std::exp(-g)) * u);
+      const double g = output(gate, args.compute, n, from);
+      const double u = output(up, args.compute, n, from);
+      to[n] = static_cast<float>(activation(args, g, u));
     }
   });
 }

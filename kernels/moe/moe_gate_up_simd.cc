@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_gate_up on vectors: rows are packed once and the adapters' pairs shrunk (phase one); then workers take
 // (active expert, tile) by ticket, each tile the same outputs of gate and of up for all rows of the expert,
-// gathered by pointer. The tail adds LoRA and applies silu while both sums are in cache. Bits: see dot_inl.h.
+// gathered by pointer. The tail adds LoRA and bias and applies the activation while both sums are in cache. MXFP4 is
+// expanded in registers and summed in the order of bf16: the same weights give the same bits. Bits: see dot_inl.h.
 #include "kernels/base/simd_targets.h"
 #include "kernels/dense/linear.h"
+#include "kernels/moe/expert_reference.h"
 #include "kernels/moe/moe_gate_up.h"
 
 #undef HWY_TARGET_INCLUDE
@@ -47,32 +49,40 @@ void prepare(const GateUpPlan& plan, int32_t item, std::byte* scratch) {
               [&](int32_t pair) { return args.x.row(args.order.pair_row[pair]); });
 }
 
+void activate(const MoeGateUpArgs& args, const float* gate, const float* up, int32_t count, float* out) {
+  if (args.activation == MoeActivation::kClampedSwiglu) {
+    return activate_pairs(gate, up, count, out, ClampedSwiglu{args.limit});
+  }
+  activate_pairs(gate, up, count, out, SiluMultiply());
+}
+
 void run_tiles(const GateUpPlan& plan, Stream& stream) {
   const MoeGateUpArgs& args = *plan.args;
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.gate.cols;
   const ExpertWeights* const matrices[2] = {&args.gate, &args.up};
-  for_each_expert_tile(
-      stream, begin, args.num_experts, ceil_div(args.gate.rows, plan.outputs),
-      [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
-        const int32_t n = tile * plan.outputs;
-        const TileWeights weights = expert_tile(matrices, 2, expert, n, plan.outputs);
-        const TileWeights ahead = expert_tile(matrices, 2, next_expert, next_tile * plan.outputs, plan.outputs);
-        const int32_t outputs = weights.count;
-        const TileRows rows{plan.packed,         padded_k(k),   plan.by_classes,
-                            args.order.pair_row, begin[expert], begin[expert + 1] - begin[expert]};
-        run_tile(args.gate.dtype, weights, rows, k, ahead, stream.scratch(worker),
-                 [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
-                   const int32_t pair = begin[expert] + first;
-                   for (int32_t set = 0; set < 2 && plan.lora.batch != nullptr; ++set) {
-                     expand_pairs(plan.lora, args.order, kModules[set], set, n, outputs, pair, count, sums[set]);
-                   }
-                   for (int32_t r = 0; r < count; ++r) {
-                     silu_multiply(sums[0] + r * kTileOutputs, sums[1] + r * kTileOutputs, outputs,
-                                   args.act.row(pair + r) + n);
-                   }
-                 });
-      });
+  const auto run = [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
+    const int32_t n = tile * plan.outputs;
+    const TileWeights weights = expert_tile(matrices, 2, expert, n, plan.outputs);
+    const TileWeights ahead = expert_tile(matrices, 2, next_expert, next_tile * plan.outputs, plan.outputs);
+    const int32_t outputs = weights.count;
+    const TileRows rows{plan.packed,         padded_k(k),   plan.by_classes,
+                        args.order.pair_row, begin[expert], begin[expert + 1] - begin[expert]};
+    const auto finish = [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
+      const int32_t pair = begin[expert] + first;
+      for (int32_t set = 0; set < 2; ++set) {
+        if (plan.lora.batch != nullptr) {
+          expand_pairs(plan.lora, args.order, kModules[set], set, n, outputs, pair, count, sums[set]);
+        }
+        add_bias(*matrices[set], expert, n, outputs, count, sums[set]);
+      }
+      for (int32_t r = 0; r < count; ++r) {
+        activate(args, sums[0] + r * kTileOutputs, sums[1] + r * kTileOutputs, outputs, args.act.row(pair + r) + n);
+      }
+    };
+    run_expert_tile(args.gate, weights, rows, ahead, stream.scratch(worker), finish);
+  };
+  for_each_expert_tile(stream, begin, args.num_experts, ceil_div(args.gate.rows, plan.outputs), run);
 }
 
 }  // namespace
@@ -82,7 +92,7 @@ size_t gate_up_worker_bytes() {
 void gate_up_dispatch(const MoeGateUpArgs& args, Stream& stream) {
   GateUpPlan plan{};
   plan.args = &args;
-  plan.order = pack_order(args.gate.dtype);
+  plan.order = pack_order(stored_as(args.gate));
   const int32_t active = active_experts(args.order.expert_begin, args.num_experts);
   plan.by_classes = many_rows(args.order.expert_begin, args.num_experts);
   plan.outputs = tile_outputs(args.gate.cols, 2, plan.by_classes, static_cast<int64_t>(active) * args.gate.rows,
@@ -123,7 +133,9 @@ void moe_gate_up_simd(const MoeGateUpArgs& args, Stream& stream) {
   if (args.num_rows == 0) {
     return;
   }
-  MOELORA_ASSERT(args.gate.dtype == args.up.dtype);
+  MOELORA_ASSERT(args.gate.dtype == args.up.dtype && args.gate.format == args.up.format);
+  check_expert_weights(args.gate);
+  check_expert_weights(args.up);
   MOELORA_ASSERT(args.gate.rows == args.up.rows && args.gate.cols == args.up.cols);
   MOELORA_ASSERT(stream.scratch_bytes() >= HWY_DYNAMIC_DISPATCH(gate_up_worker_bytes)());
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0;

@@ -148,20 +148,53 @@ inline bool many_rows(const int32_t* expert_begin, int32_t num_experts) {
   return 2 * many > expert_begin[num_experts];
 }
 
+inline Stored stored_as(const ExpertWeights& weights) {
+  return weights.format == ExpertFormat::kMxfp4Rows ? Stored::kMxfp4 : stored_as(weights.dtype);
+}
+
 // Rows [n, n + outputs) of an expert's matrix; no tile if expert < 0.
 inline TileWeights expert_tile(const ExpertWeights* const* matrices, int32_t count, int32_t expert, int32_t n,
                                int32_t outputs) {
-  TileWeights tile{{nullptr, nullptr}, 0, 0};
+  TileWeights tile;
   if (expert < 0) {
     return tile;
   }
   tile.matrices = count;
   tile.count = std::min(outputs, matrices[0]->rows - n);
   for (int32_t m = 0; m < count; ++m) {
-    tile.data[m] = static_cast<const uint8_t*>(matrices[m]->data[expert]) +
-                   static_cast<int64_t>(n) * matrices[m]->cols * static_cast<int64_t>(dtype_bytes(matrices[m]->dtype));
+    const ExpertWeights& weights = *matrices[m];
+    StoredRows& rows = tile.rows[m];
+    rows.stride = weights.row_step * stored_bytes(stored_as(weights), weights.cols);
+    rows.first = static_cast<const uint8_t*>(weights.data[expert]) + n * rows.stride;
+    if (weights.format == ExpertFormat::kMxfp4Rows) {
+      rows.scale_stride = weights.row_step * (weights.cols / 32);
+      rows.scales = weights.scales[expert] + n * rows.scale_stride;
+    }
   }
   return tile;
+}
+
+template <class Finish>
+HWY_INLINE void run_expert_tile(const ExpertWeights& weights, const TileWeights& tile, const TileRows& rows,
+                                const TileWeights& next, std::byte* scratch, const Finish& finish) {
+  if (weights.format == ExpertFormat::kMxfp4Rows) {
+    return run_tile<Stored::kMxfp4>(tile, rows, weights.cols, next, scratch, finish);
+  }
+  run_tile(weights.dtype, tile, rows, weights.cols, next, scratch, finish);
+}
+
+// Adds the expert's bias to a tile of `outputs` sums from output n on.
+HWY_INLINE void add_bias(const ExpertWeights& weights, int32_t expert, int32_t n, int32_t outputs, int32_t count,
+                         float* sums) {
+  if (weights.bias == nullptr) {
+    return;
+  }
+  const float* bias = weights.bias + static_cast<int64_t>(expert) * weights.rows + n;
+  for (int32_t r = 0; r < count; ++r, sums += kTileOutputs) {
+    for (int32_t j = 0; j < outputs; ++j) {
+      sums[j] += bias[j];
+    }
+  }
 }
 
 // task(expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.

@@ -61,8 +61,20 @@ struct Layer {
     return args;
   }
   MoeGateUpArgs gate_up() {
-    return {moe.x.view(),    moe.gate.view, moe.up.view,     moe.order.view(), kRows,          kTopK,         kExperts,
-            MoeCase::kLayer, moe.lora,      Compute::kExact, act.view(),       scratch.data(), scratch.size()};
+    MoeGateUpArgs args;
+    args.x = moe.x.view();
+    args.gate = moe.gate.view;
+    args.up = moe.up.view;
+    args.order = moe.order.view();
+    args.num_rows = kRows;
+    args.top_k = kTopK;
+    args.num_experts = kExperts;
+    args.layer = MoeCase::kLayer;
+    args.lora = moe.lora;
+    args.act = act.view();
+    args.scratch = scratch.data();
+    args.scratch_bytes = scratch.size();
+    return args;
   }
   MoeDownArgs down() {
     return {act.view(),      moe.down.view, moe.order.view(), kRows,      kTopK,          kExperts,

@@ -11,6 +11,7 @@
 #include "tests/support/backends.h"
 #include "tests/support/compare.h"
 #include "tests/support/moe_order.h"
+#include "tests/support/mxfp4_matrix.h"
 #include "tests/support/stored_matrix.h"
 
 namespace moelora::test {
@@ -24,18 +25,100 @@ inline std::vector<int32_t> slots_in_turn(int32_t num_rows, int32_t num_slots) {
   return slots;
 }
 
-struct ExpertSet {
-  ExpertSet(int32_t num_experts, int32_t rows, int32_t cols, Dtype dtype, Draw& draw) {
-    for (int32_t e = 0; e < num_experts; ++e) {
-      experts.emplace_back(rows, cols, dtype, draw);
+// How the matrices of a case are stored.
+struct ExpertForm {
+  ExpertForm(Dtype rows_of) : dtype(rows_of) {}  // NOLINT(google-explicit-constructor): a dtype is a form
+  ExpertForm(bool is_mxfp4, bool is_interleaved, bool with_bias)
+      : mxfp4(is_mxfp4), interleaved(is_interleaved), bias(with_bias) {}
+  Dtype dtype = Dtype::kBf16;
+  bool mxfp4 = false;
+  bool interleaved =
+      false;  // gate in the even rows of its matrix, up in the odd ones of its own; the others are poison
+  bool bias = false;
+};
+
+inline std::vector<ExpertForm> all_forms() {
+  std::vector<ExpertForm> forms;
+  for (const bool mxfp4 : {false, true}) {
+    for (const bool interleaved : {false, true}) {
+      forms.emplace_back(mxfp4, interleaved, interleaved != mxfp4);
     }
-    for (const StoredMatrix& expert : experts) {
-      pointers.push_back(expert.data());
-    }
-    view = {pointers.data(), dtype, rows, cols};
   }
+  return forms;
+}
+inline std::string form_name(const ExpertForm& form) {
+  return std::string(form.mxfp4 ? "mxfp4" : dtype_name(form.dtype)) + (form.interleaved ? " interleaved" : "") +
+         (form.bias ? " bias" : "");
+}
+
+struct ExpertSet {
+  // Row n is stored row `first` + n * step, step 2 where the form interleaves and `can_interleave`.
+  ExpertSet(int32_t num_experts, int32_t rows, int32_t cols, const ExpertForm& form, Draw& draw, int32_t first = 0,
+            bool can_interleave = false)
+      : first_row(first * (form.interleaved && can_interleave ? 1 : 0)) {
+    const int32_t step = form.interleaved && can_interleave ? 2 : 1;
+    for (int32_t e = 0; e < num_experts; ++e) {
+      if (form.mxfp4) {
+        packed.emplace_back(rows * step, cols, draw);
+      } else {
+        experts.emplace_back(rows * step, cols, form.dtype, draw);
+      }
+      for (int32_t n = 0; step == 2 && n < rows; ++n) {
+        const int32_t other = 2 * n + 1 - first_row;
+        form.mxfp4 ? packed.back().poison(other) : experts.back().poison(other);
+      }
+    }
+    if (form.bias) {
+      bias = draw.floats(static_cast<size_t>(num_experts) * static_cast<size_t>(rows));
+    }
+    view.row_step = step;
+    view.rows = rows;
+    view.cols = cols;
+    view.dtype = form.dtype;
+    view.format = form.mxfp4 ? ExpertFormat::kMxfp4Rows : ExpertFormat::kRows;
+    point();
+  }
+  void point() {
+    pointers.clear();
+    scales.clear();
+    const auto row_bytes = static_cast<int64_t>(dtype_bytes(view.dtype)) * view.cols;
+    for (const StoredMatrix& expert : experts) {
+      pointers.push_back(static_cast<const char*>(expert.data()) + first_row * row_bytes);
+    }
+    for (Mxfp4Matrix& expert : packed) {
+      pointers.push_back(expert.nibbles(first_row));
+      scales.push_back(expert.scales(first_row));
+    }
+    view.data = pointers.data();
+    view.scales = packed.empty() ? nullptr : scales.data();
+    view.bias = bias.empty() ? nullptr : bias.data();
+  }
+  [[nodiscard]] double at(int32_t e, int32_t n, int32_t k) const {
+    const int32_t row = first_row + n * view.row_step;
+    return packed.empty() ? experts[static_cast<size_t>(e)].at(row, k) : packed[static_cast<size_t>(e)].at(row, k);
+  }
+  [[nodiscard]] double bias_at(int32_t e, int32_t n) const {
+    return bias.empty() ? 0.0 : static_cast<double>(bias[static_cast<size_t>(e * view.rows + n)]);
+  }
+  // The same numbers as rows of `dtype`, without gaps.
+  void unpack(Dtype dtype) {
+    for (size_t e = 0; e < packed.size(); ++e) {
+      experts.emplace_back(view.rows, view.cols, dtype,
+                           [&](int32_t n, int32_t k) { return at(static_cast<int32_t>(e), n, k); });
+    }
+    packed.clear();
+    first_row = 0;
+    view.row_step = 1;
+    view.dtype = dtype;
+    view.format = ExpertFormat::kRows;
+    point();
+  }
+  int32_t first_row;
   std::vector<StoredMatrix> experts;
+  std::vector<Mxfp4Matrix> packed;
+  std::vector<float> bias;
   std::vector<const void*> pointers;
+  std::vector<const uint8_t*> scales;
   ExpertWeights view;
 };
 
@@ -43,17 +126,17 @@ struct MoeCase {
   static constexpr int32_t kLayer = 1;
   static constexpr int32_t kLayers = 2;
 
-  MoeCase(Dtype dtype, int32_t hidden_width, int32_t intermediate_width, int32_t experts, int32_t choices, int32_t rows,
-          uint32_t seed)
+  MoeCase(const ExpertForm& form, int32_t hidden_width, int32_t intermediate_width, int32_t experts, int32_t choices,
+          int32_t rows, uint32_t seed)
       : hidden(hidden_width),
         intermediate(intermediate_width),
         num_experts(experts),
         top_k(choices),
         num_rows(rows),
         draw(seed),
-        gate(experts, intermediate, hidden, dtype, draw),
-        up(experts, intermediate, hidden, dtype, draw),
-        down(experts, hidden, intermediate, dtype, draw),
+        gate(experts, intermediate, hidden, form, draw, 0, true),
+        up(experts, intermediate, hidden, form, draw, 1, true),
+        down(experts, hidden, intermediate, form, draw),
         x(rows, hidden, draw.floats(static_cast<size_t>(rows * hidden))),
         choice(draw_choices(draw, rows, choices, experts)) {}
 
@@ -128,10 +211,9 @@ struct MoeCase {
     const int32_t e = pair_expert[i];
     double factor = 0.0;
     const LoraPair* pair = adapters == nullptr ? nullptr : adapters->expert(order.pair_row[i], kLayer, e, m, &factor);
-    double sum = pair != nullptr ? factor * pair->bias_at(n) : 0.0;
+    double sum = set.bias_at(e, n) + (pair != nullptr ? factor * pair->bias_at(n) : 0.0);
     for (int32_t k = 0; k < set.view.cols; ++k) {
-      const double merged =
-          set.experts[static_cast<size_t>(e)].at(n, k) + (pair != nullptr ? pair->delta(n, k, factor) : 0.0);
+      const double merged = set.at(e, n, k) + (pair != nullptr ? pair->delta(n, k, factor) : 0.0);
       sum += merged * static_cast<double>(in[k]);
     }
     return sum;
@@ -154,6 +236,8 @@ struct MoeCase {
   AdapterFixture* adapters = nullptr;
   const LoraBatch* lora = nullptr;
   Compute compute = Compute::kExact;
+  MoeActivation activation = MoeActivation::kSilu;
+  float limit = 0.0f;
   bool intact = true;
 };
 

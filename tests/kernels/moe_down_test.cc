@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_down against D act with adapters merged by hand in double, in sorted order, with the promises of
-// moe_gate_up_test.
+// moe_down against D act with adapters merged by hand in double, in sorted order, with the promises and the
+// stored forms of moe_gate_up_test.
 #include "kernels/moe/moe_down.h"
 
 #include "tests/kernels/moe_case.h"
@@ -139,6 +139,87 @@ TEST_CASE("moe_down: base rows keep their bits beside adapter rows, and each pai
         CHECK(same_bits(test.by_choice(run(test, *kernels, many), 70).data(), all.data() + t * 140, 140));
       }
       CHECK(!same_bits(base, all));
+    }
+  }
+}
+
+TEST_CASE("moe_down equals the formula in every stored form, with biases") {
+  Stream stream(2, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const ExpertForm& form : all_forms()) {
+      for (const int32_t intermediate : {32, 96, 160, 1120}) {
+        for (const int32_t num_rows : {1, 31}) {
+          for (const bool adapted : {false, true}) {
+            INFO(kernels->name << " " << form_name(form) << " I=" << intermediate << " T=" << num_rows << " "
+                               << adapted);
+            MoeCase test(form, intermediate > 1000 ? 6 : 70, intermediate, 4, 2, num_rows, 84);
+            AdapterFixture adapters(all_kinds(test), MoeCase::kLayers, 4, kPageGranules, 3);
+            test.use_all(adapted ? &adapters : nullptr, slots_in_turn(num_rows, 4), {});
+            const std::vector<float> out = run(test, *kernels, stream);
+            CHECK(relative_error(out, expected(test)) <= 2e-5);
+            CHECK(same_bits(out, run(test, *kernels, stream)));
+            CHECK(test.intact);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a pair of moe_down on MXFP4 has the bits of the same weights in bf16, and its own in any batch") {
+  Stream one(1, kTestScratchBytes);
+  Stream many(3, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const int32_t num_rows : {9, 60, 230}) {  // few rows, widened tiles, rows by classes
+      INFO(kernels->name << " T=" << num_rows);
+      MoeCase test(ExpertForm(true, false, true), 21, 1120, 1, 1, num_rows, 85);
+      test.use_all(nullptr, {}, {});
+      const std::vector<float> all = run(test, *kernels, many);
+      CHECK(same_bits(all, run(test, *kernels, one)));
+      for (const int32_t t : {0, 4, 7, num_rows - 1}) {
+        test.use(nullptr, {t}, {}, {});
+        CHECK(same_bits(run(test, *kernels, many).data(), all.data() + t * 21, 21));
+      }
+      test.down.unpack(Dtype::kBf16);
+      test.use_all(nullptr, {}, {});
+      CHECK(same_bits(all, run(test, *kernels, many)));
+    }
+  }
+}
+
+TEST_CASE("moe_down reads MXFP4 by its definition (worked example)") {
+  // Bytes 21 F7 98 0A: 0.5, 1, 6, -6, -0, -0.5, -1, 0.
+  constexpr double kNumbers[8] = {0.5, 1, 6, -6, 0, -0.5, -1, 0};
+  Stream stream(1, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const int scale : {0, 1, 90, 127, 130, 200}) {
+      INFO(kernels->name << " scale=" << scale);
+      MoeCase test(ExpertForm(true, false, false), 8, 64, 1, 1, 1, 86);
+      // Row n repeats number n in every place of its two groups; the second group's scale is 2^-3 of the first's.
+      double expected[8];
+      double sum = 0.0;
+      for (const float value : activation(test, 0, 0)) {
+        sum += static_cast<double>(value);
+      }
+      double second = 0.0;
+      for (size_t k = 32; k < 64; ++k) {
+        second += static_cast<double>(activation(test, 0, 0)[k]);
+      }
+      const uint8_t bytes[4] = {0x21, 0xf7, 0x98, 0x0a};
+      for (int32_t n = 0; n < 8; ++n) {
+        const int nibble = n % 2 == 0 ? bytes[n / 2] & 15 : bytes[n / 2] >> 4;
+        std::fill_n(test.down.packed[0].nibbles(n), 32, static_cast<uint8_t>(nibble | nibble << 4));
+        const int small = std::max(scale - 3, 0);
+        test.down.packed[0].scales(n)[0] = static_cast<uint8_t>(scale);
+        test.down.packed[0].scales(n)[1] = static_cast<uint8_t>(small);
+        expected[n] = kNumbers[n] * (std::exp2(scale - 127) * (sum - second) + std::exp2(small - 127) * second);
+      }
+      test.use_all(nullptr, {}, {});
+      const std::vector<float> out = run(test, *kernels, stream);
+      for (size_t n = 0; n < 8; ++n) {
+        INFO("row " << n << " " << static_cast<double>(out[n]) << " " << expected[n]);
+        CHECK(std::abs(static_cast<double>(out[n]) - expected[n]) <= 1e-5 * 32 * 6 * std::exp2(scale - 127));
+      }
     }
   }
 }

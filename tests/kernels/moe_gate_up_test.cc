@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_gate_up against silu(G x) * (U x) with adapters merged by hand in double: gate-only and up-only adapters, shared
-// A, a rank for each expert, all rows on one expert, an adapter for each row, and rows whose bits must be their own.
+// moe_gate_up against both activations of G x and U x with adapters merged by hand in double: gate-only and up-only
+// adapters, shared A, a rank for each expert, all rows on one expert, an adapter for each row, rows whose bits must be
+// their own; MXFP4, rows that gate and up share by turns, biases.
 #include "kernels/moe/moe_gate_up.h"
 
 #include "tests/kernels/moe_case.h"
@@ -34,12 +35,23 @@ std::vector<float> run(MoeCase& test, const Kernels& kernels, Stream& stream) {
   args.layer = MoeCase::kLayer;
   args.lora = test.lora;
   args.compute = test.compute;
+  args.activation = test.activation;
+  args.limit = test.limit;
   args.act = act.view();
   args.scratch = scratch.data();
   args.scratch_bytes = scratch.size();
   kernels.moe_gate_up(args, stream);
   test.intact = test.intact && act.padding_intact() && x.padding_intact() && scratch.guard_intact();
   return act.values();
+}
+
+double activate(const MoeCase& test, double g, double u) {
+  if (test.activation == MoeActivation::kSilu) {
+    return g / (1.0 + std::exp(-g)) * u;
+  }
+  const auto limit = static_cast<double>(test.limit);
+  const double gate = std::min(g, limit);
+  return (std::clamp(u, -limit, limit) + 1.0) * gate / (1.0 + std::exp(-1.702 * gate));
 }
 
 std::vector<double> expected(const MoeCase& test) {
@@ -49,7 +61,7 @@ std::vector<double> expected(const MoeCase& test) {
     for (int32_t n = 0; n < test.intermediate; ++n) {
       const double g = test.project(test.gate, ExpertModule::kGate, i, n, in);
       const double u = test.project(test.up, ExpertModule::kUp, i, n, in);
-      result.push_back(g / (1.0 + std::exp(-g)) * u);
+      result.push_back(activate(test, g, u));
     }
   }
   return result;
@@ -177,5 +189,86 @@ TEST_CASE("a pair of moe_gate_up has the same bits whatever runs beside its row"
         CHECK(same_bits(few.data() + 140, all.data() + 3 * 140, 140));
       }
     }
+  }
+}
+
+TEST_CASE("moe_gate_up equals the formula in every stored form, with biases and the clamped activation") {
+  Stream stream(2, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const ExpertForm& form : all_forms()) {
+      for (const int32_t width : {32, 96, 160, 1120}) {
+        for (const int32_t num_rows : {1, 5, 31}) {
+          for (const bool adapted : {false, true}) {
+            INFO(kernels->name << " " << form_name(form) << " H=" << width << " T=" << num_rows << " " << adapted);
+            MoeCase test(form, width, width > 1000 ? 6 : 70, 4, 2, num_rows, 76);
+            test.activation = num_rows == 5 ? MoeActivation::kSilu : MoeActivation::kClampedSwiglu;
+            test.limit = 1.5f;  // some of the sums are beyond it, and some are not
+            AdapterFixture adapters(all_kinds(test), MoeCase::kLayers, 4, kPageGranules, 3);
+            test.use_all(adapted ? &adapters : nullptr, slots_in_turn(num_rows, 5), {});
+            const std::vector<float> out = run(test, *kernels, stream);
+            CHECK(relative_error(out, expected(test)) <= 2e-5);
+            CHECK(same_bits(out, run(test, *kernels, stream)));
+            CHECK(test.intact);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("a pair of moe_gate_up on MXFP4 has the bits of the same weights in bf16, and its own in any batch") {
+  Stream one(1, kTestScratchBytes);
+  Stream many(3, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const Compute compute : {Compute::kExact, Compute::kBf16}) {
+      for (const int32_t num_rows : {9, 60, 230}) {  // few rows, widened tiles, rows by classes
+        INFO(kernels->name << " bf16=" << static_cast<int>(compute) << " T=" << num_rows);
+        MoeCase test(ExpertForm(true, true, true), 1120, 20, 1, 1, num_rows, 77);
+        test.compute = compute;
+        test.activation = MoeActivation::kClampedSwiglu;
+        test.limit = 7.0f;
+        test.use_all(nullptr, {}, {});
+        const std::vector<float> all = run(test, *kernels, many);
+        CHECK(same_bits(all, run(test, *kernels, one)));
+        for (const int32_t t : {0, 4, 7, num_rows - 1}) {
+          test.use(nullptr, {t}, {}, {});
+          CHECK(same_bits(run(test, *kernels, many).data(), all.data() + t * 20, 20));
+        }
+        test.gate.unpack(Dtype::kBf16);
+        test.up.unpack(Dtype::kBf16);
+        test.use_all(nullptr, {}, {});
+        CHECK(same_bits(all, run(test, *kernels, many)));
+      }
+    }
+  }
+}
+
+TEST_CASE("the clamped activation of moe_gate_up (worked examples), which keeps a NaN") {
+  Stream stream(1, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    INFO(kernels->name);
+    MoeCase test(ExpertForm(true, true, true), 32, 5, 1, 1, 1, 78);
+    test.activation = MoeActivation::kClampedSwiglu;
+    test.limit = 7.0f;
+    for (int32_t n = 0; n < 10; ++n) {
+      std::fill_n(test.gate.packed[0].nibbles(n), 16, uint8_t{0x80});  // zeros of either sign
+      std::fill_n(test.up.packed[0].nibbles(n), 16, uint8_t{0x08});
+      std::fill_n(test.gate.packed[0].scales(n), 1, uint8_t{127});
+      std::fill_n(test.up.packed[0].scales(n), 1, uint8_t{127});
+    }
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    const std::vector<float> gate = {1.0f, 10.0f, -10.0f, nan, -200.0f};
+    const std::vector<float> up = {0.5f, -9.0f, 3.0f, 2.0f, 1.0f};
+    std::copy(gate.begin(), gate.end(), test.gate.bias.begin());
+    std::copy(up.begin(), up.end(), test.up.bias.begin());
+    test.use_all(nullptr, {}, {});
+    std::vector<float> out = run(test, *kernels, stream);
+    CHECK(std::abs(out[0] - 1.268693648899232) <= 1e-6);
+    CHECK(std::abs(out[1] + 41.99971876981991) <= 2e-5);
+    CHECK(std::abs(out[2] + 1.6231845179421247e-6) <= 1e-11);
+    CHECK(std::isnan(out[3]));
+    CHECK(std::abs(out[4]) <= 1e-30);
+    test.up.bias[0] = nan;
+    CHECK(std::isnan(run(test, *kernels, stream)[0]));
   }
 }

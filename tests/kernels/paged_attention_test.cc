@@ -167,6 +167,28 @@ TEST_CASE("paged_attention of nothing does nothing, and a sequence may have no r
   }
 }
 
+TEST_CASE("a sink joins the softmax of paged_attention unscaled (worked example)") {
+  Stream stream(1, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    INFO(kernels->name);
+    AttentionCase test(1, 1, 16, Dtype::kF32, {3}, {1});
+    test.use_sinks = true;
+    test.sinks = {0.5f};
+    test.scale = 0.125f;
+    for (int32_t d = 0; d < 16; ++d) {
+      test.q.row(0)[d] = d == 0 ? 8.0f : 0.0f;
+      for (int32_t j = 0; j < 3; ++j) {
+        test.kv.put(0, j, kLayer, false, 0, d, static_cast<float>(1 - j));  // scores 1, 0, -1
+        test.kv.put(0, j, kLayer, true, 0, d, d == j ? 1.0f : 0.0f);
+      }
+    }
+    const std::vector<float> out = test.run(*kernels, stream);
+    CHECK(std::abs(out[0] - 0.473991f) <= 1e-6f);
+    CHECK(std::abs(out[1] - 0.174371f) <= 1e-6f);
+    CHECK(std::abs(out[2] - 0.064148f) <= 1e-6f);
+  }
+}
+
 TEST_CASE("paged_attention survives scores far apart and nearly equal") {
   Stream stream(1, kTestScratchBytes);
   for (const Kernels* kernels : backends()) {
