@@ -6,8 +6,8 @@
 // warps' sums are added in warp order. Limited by memory: each weight is read once.
 // Many rows: cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded
 // before LoRA and bias are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles.
-// Every sum over K is ordered by K alone, and a row takes nothing from the adapters of others: a delta is added where
-// the row has one, not multiplied by zero where it has none.
+// Our own sums over K are ordered by K alone, those of cuBLASLt by the shape. A row takes nothing from the adapters of
+// others: a delta is added where the row has one, not multiplied by zero where it has none.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
