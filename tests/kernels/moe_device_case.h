@@ -1,0 +1,352 @@
+// SPDX-License-Identifier: Apache-2.0
+// One drawn MoE layer in device memory for moe_gate_up_test_cuda and moe_down_test_cuda: experts in any storage;
+// choices and their order by definition; adapters. Inputs are exact in bf16.
+// Oracles are in double and go through rank space, since merging experts of rank 256 would take too long.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/moe/expert_path.h"
+#include "tests/kernels/device_experts.h"
+#include "tests/support/compare.h"
+#include "tests/support/device_adapters.h"
+#include "tests/support/device_buffer.h"
+#include "tests/support/draw.h"
+#include "tests/support/moe_order.h"
+
+namespace moelora::test {
+
+constexpr ExpertPath kPaths[] = {ExpertPath::kFewTokens, ExpertPath::kManyTokens};
+
+struct MoeShape {
+  int32_t rows, top_k, experts, hidden, intermediate;
+  bool one_expert = false;  // all choices are the last expert; top_k 1
+};
+
+inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
+  const char* stores[] = {"rows", "alternating rows", "tiles"};
+  const char* paths[] = {"auto", "few", "many"};
+  return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
+         " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
+         " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
+         paths[static_cast<int>(path)];
+}
+
+// A MoeOrder in device memory.
+struct DeviceOrder {
+  explicit DeviceOrder(const MoeOrderArrays& host)
+      : pair_row(host.pair_row),
+        pair_position(host.pair_position),
+        expert_begin(host.expert_begin),
+        segment_begin(host.segment_begin),
+        segment_expert(host.segment_expert),
+        segment_slot(host.segment_slot),
+        num_segments(host.num_segments),
+        active_experts(active(host)),
+        num_active(std::vector<int32_t>{count(host)}) {}
+  static int32_t count(const MoeOrderArrays& host) {
+    int32_t result = 0;
+    for (size_t e = 0; e + 1 < host.expert_begin.size(); ++e) {
+      result += host.expert_begin[e + 1] > host.expert_begin[e] ? 1 : 0;
+    }
+    return result;
+  }
+  static std::vector<int32_t> active(const MoeOrderArrays& host) {
+    std::vector<int32_t> result;
+    for (size_t e = 0; e + 1 < host.expert_begin.size(); ++e) {
+      if (host.expert_begin[e + 1] > host.expert_begin[e]) {
+        result.push_back(static_cast<int32_t>(e));
+      }
+    }
+    result.resize(host.expert_begin.size() - 1, MoeOrderArrays::kPoison);
+    return result;
+  }
+  [[nodiscard]] MoeOrder view() const {
+    return {pair_row.as<int32_t>(),      pair_position.as<int32_t>(),  expert_begin.as<int32_t>(),
+            segment_begin.as<int32_t>(), segment_expert.as<int32_t>(), segment_slot.as<int32_t>(),
+            num_segments.as<int32_t>(),  active_experts.as<int32_t>(), num_active.as<int32_t>()};
+  }
+  DeviceBuffer pair_row, pair_position, expert_begin, segment_begin, segment_expert, segment_slot, num_segments,
+      active_experts, num_active;
+};
+
+// Which modules an adapter has, as bits.
+constexpr int32_t kGateBit = 1;
+constexpr int32_t kUpBit = 2;
+constexpr int32_t kDownBit = 4;
+
+struct AdapterKind {
+  std::vector<int32_t> ranks;  // in turn by expert
+  int32_t modules = kGateBit | kUpBit | kDownBit;
+  bool bias = false;
+  bool share_a = false;
+  bool leave_out = false;  // every third expert has nothing
+};
+
+class DeviceMoe {
+ public:
+  static constexpr int32_t kLayer = 1;
+  static constexpr int32_t kLayers = 2;
+  static constexpr int32_t kPageGranules = 4;
+
+  DeviceMoe(const MoeShape& moe_shape, Store expert_store, bool with_bias, uint32_t seed, int32_t scale_min = 110,
+            int32_t scale_max = 125)
+      : shape(moe_shape),
+        store(expert_store),
+        draw(seed),
+        gate_up(shape.experts, shape.intermediate, shape.hidden, true, store, scale_min, scale_max, draw),
+        down(shape.experts, shape.hidden, shape.intermediate, false, store, scale_min, scale_max, draw),
+        x(rounded_to_bf16(draw.floats(static_cast<size_t>(shape.rows * shape.hidden)))),
+        act(rounded_to_bf16(draw.floats(static_cast<size_t>(shape.rows * shape.top_k * shape.intermediate)))),
+        choice(shape.one_expert ? std::vector<int32_t>(static_cast<size_t>(shape.rows), shape.experts - 1)
+                                : draw_choices(draw, shape.rows, shape.top_k, shape.experts)) {
+    if (with_bias) {
+      for (const int32_t width : {shape.intermediate, shape.intermediate, shape.hidden}) {
+        bias.push_back(draw.floats(static_cast<size_t>(shape.experts * width), 2.0f));
+        bias_device.emplace_back(bias.back());
+      }
+    }
+    use({}, {});
+  }
+
+  TestAdapter draw_adapter(const AdapterKind& kind) {
+    TestAdapter adapter;
+    adapter.share_a = kind.share_a;
+    for (int32_t e = 0; e < shape.experts; ++e) {
+      const int32_t rank = kind.ranks[static_cast<size_t>(e) % kind.ranks.size()];
+      for (int32_t m = 0; m < kNumExpertModules; ++m) {
+        if ((kind.modules >> m & 1) == 0 || (kind.leave_out && e % 3 == 2)) {
+          continue;
+        }
+        const bool is_down = m == 2;
+        LoraPair pair = draw_pair(draw, rank, is_down ? shape.intermediate : shape.hidden,
+                                  is_down ? shape.hidden : shape.intermediate, Dtype::kBf16, kind.bias);
+        pair.scale *= 0.25f;
+        const LoraPair* gate = adapter.find(kLayer, e, ExpertModule::kGate);
+        if (kind.share_a && m == 1 && gate != nullptr) {
+          pair.a = gate->a;
+        }
+        adapter.experts[{kLayer, e, static_cast<ExpertModule>(m)}] = pair;
+        if (e == 0) {  // another layer's record must not be taken
+          adapter.experts[{0, e, static_cast<ExpertModule>(m)}] =
+              draw_pair(draw, rank, pair.k, pair.n, Dtype::kBf16, false);
+        }
+      }
+    }
+    return adapter;
+  }
+  void set_adapters(const std::vector<TestAdapter>& list, uint32_t seed) {
+    device_adapters.reset();
+    fixture.emplace(list, kLayers, shape.experts, kPageGranules, seed);
+    device_adapters.emplace(*fixture);
+  }
+
+  // Slots and scales of the rows; empty slots: a batch without adapters.
+  void use(const std::vector<int32_t>& slots, const std::vector<float>& scales) {
+    order = MoeOrderArrays(choice.size(), static_cast<size_t>(shape.experts));
+    order.fill(choice, slots, shape.top_k);
+    device_order.emplace(order);
+    pair_of.assign(choice.size(), 0);
+    for (size_t p = 0; p < choice.size(); ++p) {
+      pair_of[static_cast<size_t>(order.pair_position[p])] = static_cast<int32_t>(p);
+    }
+    lora = slots.empty()
+               ? nullptr
+               : device_adapters->batch(slots, scales.empty() ? std::vector<float>(slots.size(), 1.0f) : scales);
+  }
+  [[nodiscard]] size_t pairs() const { return choice.size(); }
+
+  // Sorted order, [P, I].
+  std::vector<float> run_gate_up(ExpertPath path, MoeActivation activation, Dtype dtype) {
+    const int64_t stride = padded(shape.intermediate);
+    const DeviceBuffer in = device_rows(with_padding(x, shape.hidden, padded(shape.hidden)), Dtype::kBf16);
+    const DeviceBuffer out(pairs() * static_cast<size_t>(stride) * dtype_bytes(dtype));
+    const DeviceBuffer scratch(scratch_bytes(2));
+    MoeGateUpArgs args;
+    args.x = {in.data(), Dtype::kBf16, padded(shape.hidden)};
+    args.gate = gate_up.view(0, bias_device.empty() ? nullptr : bias_device[0].as<float>());
+    args.up = gate_up.view(1, bias_device.empty() ? nullptr : bias_device[1].as<float>());
+    args.order = device_order->view();
+    args.num_rows = shape.rows;
+    args.top_k = shape.top_k;
+    args.num_experts = shape.experts;
+    args.layer = kLayer;
+    args.lora = lora;
+    args.activation = activation;
+    args.limit = 7.0f;
+    args.act = {out.data(), dtype, stride};
+    args.scratch = scratch.as<std::byte>();
+    args.scratch_bytes = scratch.size();
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    return finish(out, dtype, shape.intermediate, scratch);
+  }
+  // Sorted order, [P, H].
+  std::vector<float> run_down(ExpertPath path, Dtype dtype) {
+    const int64_t stride = padded(shape.hidden);
+    std::vector<float> sorted;
+    for (const int32_t p : pair_of) {
+      sorted.insert(sorted.end(), act.begin() + int64_t{p} * shape.intermediate,
+                    act.begin() + int64_t{p + 1} * shape.intermediate);
+    }
+    const DeviceBuffer in =
+        device_rows(with_padding(sorted, shape.intermediate, padded(shape.intermediate)), Dtype::kBf16);
+    const DeviceBuffer out(pairs() * static_cast<size_t>(stride) * dtype_bytes(dtype));
+    const DeviceBuffer scratch(scratch_bytes(1));
+    MoeDownArgs args;
+    args.act = {in.data(), Dtype::kBf16, padded(shape.intermediate)};
+    args.down = down.view(0, bias_device.empty() ? nullptr : bias_device[2].as<float>());
+    args.order = device_order->view();
+    args.num_rows = shape.rows;
+    args.top_k = shape.top_k;
+    args.num_experts = shape.experts;
+    args.layer = kLayer;
+    args.lora = lora;
+    args.out = {out.data(), dtype, stride};
+    args.scratch = scratch.as<std::byte>();
+    args.scratch_bytes = scratch.size();
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
+    moe_down_cuda_by(path, args, *gpu()->stream);
+    return finish(out, dtype, shape.hidden, scratch);
+  }
+
+  // Projection m (0 gate, 1 up, 2 down) of sorted pair i, all outputs.
+  [[nodiscard]] std::vector<double> project(int32_t m, size_t i) const {
+    const int32_t p = pair_of[i];
+    const int32_t t = order.pair_row[i];
+    const int32_t e = choice[static_cast<size_t>(p)];
+    const float* in = m == 2 ? act.data() + int64_t{p} * shape.intermediate : x.data() + int64_t{t} * shape.hidden;
+    const DeviceExperts& experts = m == 2 ? down : gate_up;
+    const int32_t width = m == 2 ? shape.hidden : shape.intermediate;
+    double factor = 0.0;
+    const LoraPair* pair =
+        lora == nullptr ? nullptr : fixture->expert(t, kLayer, e, static_cast<ExpertModule>(m), &factor);
+    std::vector<double> shrunk;
+    for (int32_t r = 0; pair != nullptr && r < pair->rank; ++r) {
+      double sum = 0.0;
+      for (int32_t k = 0; k < pair->k; ++k) {
+        sum += static_cast<double>(pair->a[static_cast<size_t>(r * pair->k + k)]) * static_cast<double>(in[k]);
+      }
+      shrunk.push_back(sum);
+    }
+    std::vector<double> result;
+    for (int32_t n = 0; n < width; ++n) {
+      double sum = experts.dot(e, m == 1 ? 1 : 0, n, in);
+      for (size_t r = 0; r < shrunk.size(); ++r) {
+        sum += factor * shrunk[r] * static_cast<double>(pair->b[static_cast<size_t>(n) * shrunk.size() + r]);
+      }
+      sum += pair != nullptr ? factor * pair->bias_at(n) : 0.0;
+      if (!bias.empty()) {
+        sum += static_cast<double>(bias[static_cast<size_t>(m)][static_cast<size_t>(e * width + n)]);
+      }
+      result.push_back(sum);
+    }
+    return result;
+  }
+  [[nodiscard]] std::vector<double> expected_gate_up(size_t i, MoeActivation activation) const {
+    const std::vector<double> gate = project(0, i);
+    const std::vector<double> up = project(1, i);
+    std::vector<double> result;
+    for (size_t n = 0; n < gate.size(); ++n) {
+      if (activation == MoeActivation::kSilu) {
+        result.push_back(gate[n] / (1.0 + std::exp(-gate[n])) * up[n]);
+      } else {
+        const double g = std::min(gate[n], 7.0);
+        const double u = std::min(std::max(up[n], -7.0), 7.0);
+        result.push_back((u + 1.0) * g / (1.0 + std::exp(-1.702 * g)));
+      }
+    }
+    return result;
+  }
+  // Largest relative error of any pair.
+  template <class Expected>
+  [[nodiscard]] double error(const std::vector<float>& actual, int32_t width, const Expected& expected) const {
+    double largest = 0.0;
+    for (size_t i = 0; i < pairs(); ++i) {
+      const std::vector<float> row(actual.begin() + static_cast<int64_t>(i) * width,
+                                   actual.begin() + static_cast<int64_t>(i + 1) * width);
+      largest = std::max(largest, relative_error(row, expected(i)));
+    }
+    return largest;
+  }
+  [[nodiscard]] double error_gate_up(const std::vector<float>& actual, MoeActivation activation) const {
+    return error(actual, shape.intermediate, [&](size_t i) { return expected_gate_up(i, activation); });
+  }
+  [[nodiscard]] double error_down(const std::vector<float>& actual) const {
+    return error(actual, shape.hidden, [&](size_t i) { return project(2, i); });
+  }
+  // Sorted order into [row][choice][width].
+  [[nodiscard]] std::vector<float> by_choice(const std::vector<float>& sorted, int32_t width) const {
+    std::vector<float> result;
+    for (const int32_t position : order.pair_position) {
+      result.insert(result.end(), sorted.begin() + int64_t{position} * width,
+                    sorted.begin() + int64_t{position + 1} * width);
+    }
+    return result;
+  }
+
+  MoeShape shape;
+  Store store;
+  Draw draw;
+  DeviceExperts gate_up, down;
+  std::vector<float> x;    // [T, H]
+  std::vector<float> act;  // [T * K, I] by choice
+  std::vector<int32_t> choice;
+  std::vector<std::vector<float>> bias;  // gate, up, down; or none
+  std::vector<DeviceBuffer> bias_device;
+  std::optional<AdapterFixture> fixture;
+  std::optional<DeviceAdapters> device_adapters;
+  MoeOrderArrays order{0, 0};
+  std::optional<DeviceOrder> device_order;
+  std::vector<int32_t> pair_of;  // [P] t * K + j of a sorted pair
+  const LoraBatch* lora = nullptr;
+  bool intact = true;  // nothing outside of the results was written
+
+ private:
+  static int64_t padded(int32_t width) { return (width + 7) / 8 * 8 + 8; }
+  static std::vector<float> with_padding(const std::vector<float>& values, int32_t width, int64_t stride) {
+    std::vector<float> result(values.size() / static_cast<size_t>(width) * static_cast<size_t>(stride),
+                              std::numeric_limits<float>::quiet_NaN());
+    for (size_t i = 0; i < values.size(); ++i) {
+      result[i / static_cast<size_t>(width) * static_cast<size_t>(stride) + i % static_cast<size_t>(width)] = values[i];
+    }
+    return result;
+  }
+  [[nodiscard]] size_t scratch_bytes(size_t modules) const {
+    return lora == nullptr ? 0 : pairs() * modules * static_cast<size_t>(lora->rank_stride) * sizeof(float);
+  }
+  std::vector<float> finish(const DeviceBuffer& out, Dtype dtype, int32_t width, const DeviceBuffer& scratch) {
+    const std::vector<float> all = read_rows(out, dtype);
+    const std::vector<char> raw = out.read<char>();
+    const auto stride = static_cast<size_t>(padded(width));
+    std::vector<float> values;
+    for (size_t i = 0; i < pairs(); ++i) {
+      values.insert(values.end(), all.begin() + static_cast<int64_t>(i * stride),
+                    all.begin() + static_cast<int64_t>(i * stride) + width);
+      const size_t end = (i * stride + static_cast<size_t>(width)) * dtype_bytes(dtype);
+      intact = intact &&
+               PoisonedBytes::untouched(raw.data() + end, (stride - static_cast<size_t>(width)) * dtype_bytes(dtype));
+    }
+    intact = intact && out.guard_intact() && scratch.guard_intact();
+    return values;
+  }
+};
+
+// Of a row: the result's own rounding, and what fp32 sums and the split of shrunk values leave.
+constexpr double moe_tolerance(Dtype dtype) {
+  return dtype == Dtype::kF32 ? 1e-4 : 3e-3;
+}
+
+inline std::vector<int32_t> slots_modulo(int32_t rows, int32_t num_slots) {
+  std::vector<int32_t> slots;
+  for (int32_t t = 0; t < rows; ++t) {
+    slots.push_back((t + 2) * 5 % (num_slots + 1));
+  }
+  return slots;
+}
+
+}  // namespace moelora::test

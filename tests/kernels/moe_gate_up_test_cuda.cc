@@ -1,0 +1,216 @@
+// SPDX-License-Identifier: Apache-2.0
+// moe_gate_up_cuda against the formula in double: both kernels, all storages, both activations, adapters of every kind
+// in one batch, skewed and sparse choices; and the promises about bits: a token's result depends on its own row and
+// adapter. Without a GPU it says that it was skipped.
+#include "tests/kernels/moe_device_case.h"
+#include "tests/support/catch.h"
+
+using namespace moelora;
+using namespace moelora::test;
+
+namespace {
+
+constexpr MoeActivation kActivations[] = {MoeActivation::kSilu, MoeActivation::kClampedSwiglu};
+
+void check_formula(const MoeShape& shape, Store store, uint32_t seed) {
+  DeviceMoe moe(shape, store, seed % 2 == 0, seed);
+  for (const ExpertPath path : kPaths) {
+    for (const MoeActivation activation : kActivations) {
+      const Dtype dtype = activation == MoeActivation::kSilu ? Dtype::kBf16 : Dtype::kF32;
+      INFO(describe(shape, store, path) << " activation " << static_cast<int>(activation));
+      const std::vector<float> out = moe.run_gate_up(path, activation, dtype);
+      CHECK(moe.error_gate_up(out, activation) <= moe_tolerance(dtype));
+      CHECK(same_bits(out, moe.run_gate_up(path, activation, dtype)));
+      CHECK(moe.intact);
+    }
+  }
+}
+
+std::vector<TestAdapter> all_kinds(DeviceMoe& moe) {
+  return {moe.draw_adapter({{1, 5, 8}, kGateBit}), moe.draw_adapter({{12, 64}, kUpBit, true}),
+          moe.draw_adapter({{33, 16, 8}, kGateBit | kUpBit | kDownBit, false, true, true}),
+          moe.draw_adapter({{256, 3}, kGateBit | kUpBit, true, true}),
+          moe.draw_adapter({{7}, kDownBit})};  // nothing here
+}
+
+void check_adapters(const MoeShape& shape, Store store, uint32_t seed) {
+  DeviceMoe moe(shape, store, seed % 2 == 0, seed);
+  moe.set_adapters(all_kinds(moe), seed);
+  moe.use(slots_modulo(shape.rows, 5), moe.draw.floats(static_cast<size_t>(shape.rows)));
+  for (const ExpertPath path : kPaths) {
+    for (const MoeActivation activation : kActivations) {
+      const Dtype dtype = activation == MoeActivation::kSilu ? Dtype::kF32 : Dtype::kBf16;
+      INFO(describe(shape, store, path) << " activation " << static_cast<int>(activation));
+      const std::vector<float> out = moe.run_gate_up(path, activation, dtype);
+      CHECK(moe.error_gate_up(out, activation) <= moe_tolerance(dtype));
+      CHECK(same_bits(out, moe.run_gate_up(path, activation, dtype)));
+      CHECK(moe.intact);
+    }
+  }
+}
+
+// Bits of one row, all choices.
+bool same_row(const DeviceMoe& moe, const std::vector<float>& a, const std::vector<float>& b, int32_t t) {
+  const int64_t width = int64_t{moe.shape.top_k} * moe.shape.intermediate;
+  return same_bits(a.data() + t * width, b.data() + t * width, static_cast<size_t>(width));
+}
+
+}  // namespace
+
+TEST_CASE("moe_gate_up_cuda equals the formula without adapters") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  uint32_t seed = 100;
+  for (const MoeShape& shape :
+       {MoeShape{0, 2, 8, 64, 48}, MoeShape{1, 1, 1, 64, 48}, MoeShape{1, 4, 8, 2880, 96}, MoeShape{5, 2, 8, 200, 48},
+        MoeShape{5, 4, 60, 48, 768}, MoeShape{64, 4, 8, 64, 96}, MoeShape{64, 8, 512, 48, 48},
+        MoeShape{21, 1, 3, 2880, 64, true}, MoeShape{300, 2, 8, 200, 64}, MoeShape{300, 1, 2, 64, 96, true},
+        MoeShape{2048, 2, 8, 64, 48}}) {
+    for (const Store store : kStores) {
+      if (store == Store::kTiles && shape.hidden % 32 != 0) {
+        continue;
+      }
+      check_formula(shape, store, ++seed);
+    }
+  }
+}
+
+TEST_CASE("moe_gate_up_cuda of MXFP4 tiles whose last blocks are not full") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  check_formula({5, 2, 8, 96, 64}, Store::kTiles, 201);
+  check_formula({40, 2, 8, 224, 52}, Store::kTiles, 202);
+  check_formula({40, 2, 3, 32, 8}, Store::kTiles, 203);
+}
+
+TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in one batch") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  uint32_t seed = 300;
+  for (const MoeShape& shape :
+       {MoeShape{1, 1, 1, 64, 48}, MoeShape{5, 2, 8, 200, 48}, MoeShape{5, 4, 60, 64, 96}, MoeShape{64, 4, 8, 64, 96},
+        MoeShape{64, 4, 8, 2880, 64}, MoeShape{300, 2, 8, 64, 48}, MoeShape{140, 1, 2, 64, 48, true}}) {
+    for (const Store store : {Store::kRows, Store::kTiles}) {
+      if (store == Store::kTiles && shape.hidden % 32 != 0) {
+        continue;
+      }
+      check_adapters(shape, store, ++seed);
+    }
+  }
+  check_adapters({64, 8, 512, 48, 48}, Store::kAlternatingRows, 390);
+}
+
+TEST_CASE("moe_gate_up_cuda with all rows on one expert, each with an adapter of its own") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const MoeShape shape{40, 1, 2, 64, 64, true};
+  DeviceMoe moe(shape, Store::kRows, true, 400);
+  std::vector<TestAdapter> adapters;
+  std::vector<int32_t> slots;
+  for (int32_t i = 0; i < shape.rows; ++i) {
+    adapters.push_back(moe.draw_adapter({{1 + i * 3}, kGateBit | kUpBit, i % 2 == 0}));
+    slots.push_back(shape.rows - i);
+  }
+  moe.set_adapters(adapters, 4);
+  moe.use(slots, {});
+  for (const ExpertPath path : kPaths) {
+    INFO(describe(shape, Store::kRows, path));
+    const std::vector<float> out = moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32);
+    CHECK(moe.error_gate_up(out, MoeActivation::kSilu) <= moe_tolerance(Dtype::kF32));
+    CHECK(moe.intact);
+  }
+}
+
+TEST_CASE("moe_gate_up_cuda leaves rows without an adapter, or of scale 0, bit-equal to a batch without adapters") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const MoeShape shape{70, 2, 6, 96, 40};
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    for (const ExpertPath path : kPaths) {
+      for (const MoeActivation activation : kActivations) {
+        INFO(describe(shape, store, path));
+        DeviceMoe moe(shape, store, true, 500);
+        const std::vector<float> base =
+            moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
+        moe.set_adapters({moe.draw_adapter({{8, 5}, kGateBit | kUpBit, true})}, 5);
+        std::vector<int32_t> slots;
+        std::vector<float> scales;
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          slots.push_back(t % 3 == 0 ? 0 : 1);
+          scales.push_back(t % 3 == 1 ? 0.0f : 1.0f);
+        }
+        moe.use(slots, scales);
+        const std::vector<float> mixed =
+            moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          CHECK(same_row(moe, base, mixed, t) == (t % 3 != 2));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes no bit of a row") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const MoeShape shape{70, 2, 4, 64, 48};
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    for (const ExpertPath path : kPaths) {
+      INFO(describe(shape, store, path));
+      DeviceMoe moe(shape, store, false, 600);
+      std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kGateBit | kUpBit}),
+                                           moe.draw_adapter({{16}, kGateBit | kUpBit, true}),
+                                           moe.draw_adapter({{24}, kGateBit | kUpBit})};
+      for (auto& [key, pair] : adapters[2].experts) {
+        std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+      }
+      moe.set_adapters(adapters, 6);
+      std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
+      moe.use(slots, {});
+      const std::vector<float> before =
+          moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+      for (size_t t = 0; t < slots.size(); t += 5) {
+        slots[t] = slots[t] == 1 ? 3 : 1;
+      }
+      moe.use(slots, {});
+      const std::vector<float> after =
+          moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
+      }
+    }
+  }
+}
+
+TEST_CASE("moe_gate_up_cuda crosses the clamp in both directions in these tests") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const DeviceMoe moe({5, 4, 8, 2880, 64}, Store::kTiles, false, 700);
+  double least = 0.0;
+  double largest = 0.0;
+  for (size_t i = 0; i < moe.pairs(); ++i) {
+    for (const double value : moe.project(1, i)) {
+      least = std::min(least, value);
+      largest = std::max(largest, value);
+    }
+  }
+  CHECK(least < -7.0);
+  CHECK(largest > 7.0);
+}
+
+TEST_CASE("moe_gate_up_cuda refuses what it cannot do before launching") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  MoeGateUpArgs args;
+  args.num_rows = 1;
+  args.x.dtype = Dtype::kF32;
+  CHECK_THROWS_AS(moe_gate_up_cuda(args, *gpu()->stream), Error);
+}
