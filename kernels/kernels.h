@@ -9,6 +9,7 @@
 #include "kernels/dense/linear.h"
 #include "kernels/dense/rms_norm.h"
 #include "kernels/dense/swiglu.h"
+#include "kernels/lora/lora_resolve.h"
 #include "kernels/memory/fill_random.h"
 #include "kernels/memory/page_copy.h"
 #include "kernels/memory/read_memory.h"
@@ -40,6 +41,7 @@ struct Kernels {
   void (*write_pages)(const WritePagesArgs&, Stream&);
   void (*fill_random)(const FillRandomArgs&, Stream&);
   void (*read_memory)(const ReadMemoryArgs&, Stream&);
+  void (*lora_resolve)(const LoraResolveArgs&, Stream&);  // null where records are read in place
   void (*pack_mxfp4)(const PackMxfp4Args&, Stream&);  // null where experts are read as they are stored
 };
 

@@ -23,6 +23,7 @@ const Kernels& kernels_cuda() {
       .write_pages = write_pages_cuda,
       .fill_random = fill_random_cuda,
       .read_memory = read_memory_cuda,
+      .lora_resolve = lora_resolve_cuda,
       .pack_mxfp4 = pack_mxfp4_cuda,
   };
   return kTable;

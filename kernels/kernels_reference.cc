@@ -24,6 +24,7 @@ const Kernels& kernels_reference() {
       .write_pages = write_pages_cpu,
       .fill_random = fill_random_cpu,
       .read_memory = read_memory_cpu,
+      .lora_resolve = nullptr,
       .pack_mxfp4 = nullptr,
   };
   return kTable;

@@ -34,10 +34,17 @@ constexpr int kTileColumns = 64;
 
 // Adapted 2-D linears of a layer. The order is that of the stream; append only.
 enum class LoraModule : int32_t {
-  kQ = 0, kK = 1, kV = 2, kO = 3,
+  kQ = 0,
+  kK = 1,
+  kV = 2,
+  kO = 3,
   kRouter = 4,
-  kGate = 5, kUp = 6, kDown = 7,
-  kSharedGate = 8, kSharedUp = 9, kSharedDown = 10,
+  kGate = 5,
+  kUp = 6,
+  kDown = 7,
+  kSharedGate = 8,
+  kSharedUp = 9,
+  kSharedDown = 10,
   kSharedExpertGate = 11,
   kNone = -1,
 };
@@ -59,8 +66,12 @@ struct LoraRecord {
 static_assert(sizeof(LoraRecord) == 32);
 static_assert(kNumDenseModules * sizeof(LoraRecord) <= kGranuleBytes);
 
-constexpr int32_t tile_granules(Dtype dtype) { return dtype == Dtype::kF32 ? 2 : 1; }
-constexpr int32_t ceil_div(int32_t a, int32_t b) { return (a + b - 1) / b; }
+constexpr int32_t tile_granules(Dtype dtype) {
+  return dtype == Dtype::kF32 ? 2 : 1;
+}
+constexpr int32_t ceil_div(int32_t a, int32_t b) {
+  return (a + b - 1) / b;
+}
 // Granules of a matrix of `ranks` x `columns`.
 constexpr int32_t matrix_granules(int32_t ranks, int32_t columns, Dtype dtype) {
   return ceil_div(ranks, kTileRanks) * ceil_div(columns, kTileColumns) * tile_granules(dtype);
@@ -73,18 +84,62 @@ constexpr int32_t tile_index_b(int32_t rank, int32_t column) {
   return (column / 8) * 64 + (column % 8) * 8 + rank;
 }
 
+// A record with the pool pages of its matrices: GPUs keep one for every linear of every resident adapter, so that a
+// kernel reads directory, record and page table in one access (each is a round trip to memory in a step that streams
+// gigabytes through the cache). Page i of A holds its granules from (a / page_granules + i) * page_granules on.
+struct alignas(64) ResolvedLora {
+  static constexpr int32_t kPages = 4;
+  int32_t rank = 0;  // 0 = not adapted
+  float scale = 0.0f;
+  int32_t a = -1;
+  int32_t b = -1;
+  int32_t bias = -1;
+  int32_t reserved[3] = {0, 0, 0};
+  int32_t a_pages[kPages] = {};  // further pages of a large matrix: AdapterTable::page_table
+  int32_t b_pages[kPages] = {};
+};
+static_assert(sizeof(ResolvedLora) == 64);
+
 // The adapters that the rows of a step can use. Slot 0 is "no adapter". Device memory, read-only in a step.
 struct AdapterTable {
   const std::byte* pool = nullptr;      // base of the page pool
   const int32_t* page_table = nullptr;  // [num_slots, pages_per_slot] page ids
   int32_t pages_per_slot = 0;
-  int32_t page_granules = 0;            // granules a page
+  int32_t page_granules = 0;  // granules a page
   int32_t num_experts = 0;
+  // GPUs: [num_slots, num_layers, kNumDenseModules + 3 * num_experts]; slots in use are resolved.
+  const ResolvedLora* resolved = nullptr;
+  int32_t num_layers = 0;
+
+  [[nodiscard]] MOELORA_HD int32_t modules_per_layer() const {
+    return kNumDenseModules + kNumExpertModules * num_experts;
+  }
+  // slot > 0.
+  [[nodiscard]] MOELORA_HD const ResolvedLora* resolved_dense(int32_t slot, int32_t layer, LoraModule module) const {
+    return resolved + (static_cast<int64_t>(slot) * num_layers + layer) * modules_per_layer() +
+           static_cast<int32_t>(module);
+  }
+  [[nodiscard]] MOELORA_HD const ResolvedLora* resolved_expert(int32_t slot, int32_t layer, int32_t expert_index,
+                                                               ExpertModule module) const {
+    return resolved + (static_cast<int64_t>(slot) * num_layers + layer) * modules_per_layer() + kNumDenseModules +
+           expert_index * kNumExpertModules + static_cast<int32_t>(module);
+  }
+  // Granule first + index of a matrix whose first granule is `first` and whose pages are `pages` (a_pages, b_pages).
+  [[nodiscard]] MOELORA_HD const std::byte* resolved_granule(int32_t slot, int32_t first, const int32_t* pages,
+                                                             int32_t index) const {
+    const int32_t granule_index = first + index;
+    const int32_t nth = granule_index / page_granules - first / page_granules;
+    const int32_t page = nth < ResolvedLora::kPages
+                             ? pages[nth]
+                             : page_table[static_cast<int64_t>(slot) * pages_per_slot + granule_index / page_granules];
+    return pool + (static_cast<int64_t>(page) * page_granules + granule_index % page_granules) *
+                      static_cast<int64_t>(kGranuleBytes);
+  }
 
   [[nodiscard]] MOELORA_HD const std::byte* granule(int32_t slot, int32_t index) const {
     const int32_t page = page_table[static_cast<int64_t>(slot) * pages_per_slot + index / page_granules];
-    return pool + (static_cast<int64_t>(page) * page_granules + index % page_granules) *
-                      static_cast<int64_t>(kGranuleBytes);
+    return pool +
+           (static_cast<int64_t>(page) * page_granules + index % page_granules) * static_cast<int64_t>(kGranuleBytes);
   }
   // Granules that lie contiguously in memory from `index` on (to the end of its page).
   [[nodiscard]] MOELORA_HD int32_t run(int32_t index) const { return page_granules - index % page_granules; }
@@ -96,17 +151,25 @@ struct AdapterTable {
   }
   // Null if the layer's module is not adapted in this slot, or slot is 0.
   [[nodiscard]] MOELORA_HD const LoraRecord* dense(int32_t slot, int32_t layer, LoraModule module) const {
-    if (slot == 0) return nullptr;
+    if (slot == 0) {
+      return nullptr;
+    }
     const int32_t at = directory(slot, layer, 0);
-    if (at < 0) return nullptr;
+    if (at < 0) {
+      return nullptr;
+    }
     const auto* record = reinterpret_cast<const LoraRecord*>(granule(slot, at)) + static_cast<int32_t>(module);
     return record->rank == 0 ? nullptr : record;
   }
   [[nodiscard]] MOELORA_HD const LoraRecord* expert(int32_t slot, int32_t layer, int32_t expert_index,
-                                         ExpertModule module) const {
-    if (slot == 0) return nullptr;
+                                                    ExpertModule module) const {
+    if (slot == 0) {
+      return nullptr;
+    }
     const int32_t at = directory(slot, layer, 1);
-    if (at < 0) return nullptr;
+    if (at < 0) {
+      return nullptr;
+    }
     const int32_t index = expert_index * kNumExpertModules + static_cast<int32_t>(module);
     constexpr int32_t kPerGranule = kGranuleBytes / sizeof(LoraRecord);
     const auto* record =
@@ -127,8 +190,8 @@ struct LoraBatch {
   const int32_t* segment_slot = nullptr;   // [num_segments]
   int32_t num_rows = 0;
   int32_t num_segments = 0;
-  int32_t max_rank = 0;                    // of any adapter in the batch, multiple of 8
-  int32_t rank_stride = 0;                 // CUDA: floats between shrunk rows in scratch; the same in every batch
+  int32_t max_rank = 0;     // of any adapter in the batch, multiple of 8
+  int32_t rank_stride = 0;  // CUDA: floats between shrunk rows in scratch; the same in every batch
   // num_rows, num_segments and max_rank again, in device memory: a captured graph reads them there, so that it stays
   // valid when the adapters of a batch change.
   const int32_t* counts = nullptr;  // [3]

@@ -7,8 +7,10 @@
 
 namespace moelora {
 
-AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts, Device& device)
+AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_layers, int32_t num_experts,
+                           Device& device)
     : pool_(pool),
+      num_layers_(num_layers),
       num_experts_(num_experts),
       pages_per_slot_(pool.num_pages()),
       slots_(static_cast<size_t>(num_resident_max) + 1),
@@ -20,6 +22,12 @@ AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num
       std::min<int64_t>(pages_per_slot_, std::max<int64_t>(1, entries_max / static_cast<int64_t>(slots_.size()))));
   page_table_ = std::make_unique<MirrorMemory>(
       device, slots_.size() * static_cast<size_t>(pages_per_slot_) * sizeof(PageId), "page table of adapters");
+  if (!device.is_host()) {
+    resolved_ = DeviceMemory(device,
+                             slots_.size() * static_cast<size_t>(num_layers) *
+                                 static_cast<size_t>(table().modules_per_layer()) * sizeof(ResolvedLora),
+                             "records of adapters (max_adapters_resident)");
+  }
   uploads_.reserve(slots_.size());
 }
 
@@ -196,6 +204,12 @@ void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
     const size_t pitch = static_cast<size_t>(pages_per_slot_) * sizeof(PageId);
     device_.push(page_table_->mirror(), static_cast<size_t>(slot) * pitch,
                  static_cast<size_t>(entry.num_pages) * sizeof(PageId), stream);
+    if (kernels.lora_resolve != nullptr) {
+      const AdapterTable resolved = table();
+      auto* out = reinterpret_cast<ResolvedLora*>(resolved_.data()) +
+                  int64_t{slot} * resolved.num_layers * resolved.modules_per_layer();
+      kernels.lora_resolve({resolved, slot, out}, stream);
+    }
   }
   uploads_.clear();
 }
@@ -207,6 +221,8 @@ AdapterTable AdapterCache::table() const {
   table.pages_per_slot = pages_per_slot_;
   table.page_granules = static_cast<int32_t>(pool_.page_bytes() / static_cast<int64_t>(kGranuleBytes));
   table.num_experts = num_experts_;
+  table.num_layers = num_layers_;
+  table.resolved = reinterpret_cast<const ResolvedLora*>(resolved_.data());
   return table;
 }
 

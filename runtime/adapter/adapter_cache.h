@@ -19,7 +19,7 @@ namespace moelora {
 
 class AdapterCache {
  public:
-  AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_experts, Device& device);
+  AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_layers, int32_t num_experts, Device& device);
   ~AdapterCache();
   AdapterCache(const AdapterCache&) = delete;
   AdapterCache& operator=(const AdapterCache&) = delete;
@@ -70,11 +70,13 @@ class AdapterCache {
   void note_slot(const AdapterImage* image, int32_t slot);
 
   PagePool& pool_;
+  int32_t num_layers_;
   int32_t num_experts_;
   int32_t pages_per_slot_;
   std::vector<Slot> slots_;  // [0] is "no adapter"
   Device& device_;
   std::unique_ptr<MirrorMemory> page_table_;  // int32 [slots, pages_per_slot]
+  DeviceMemory resolved_;                     // ResolvedLora of all slots; empty where records are read in place
   std::vector<int32_t> uploads_;              // slots to fill before the next forward
   std::vector<std::shared_ptr<Adapter>> adapters_;
   std::unordered_map<std::string, std::shared_ptr<Adapter>> names_;

@@ -119,7 +119,8 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
-  adapters = std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_experts, *device);
+  adapters =
+      std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_layers, config.num_experts, *device);
   const SchedulerLimits limits{info.max_num_sequences, info.max_batch_tokens, logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
                                static_cast<int32_t>(options.output_buffer_tokens)};
