@@ -25,12 +25,11 @@ __global__ void resolve(const LoraResolveArgs args) {
     return;
   }
   const int layer = index / modules;
-  const int module = index % modules;
+  const int nth = index % modules;
   const LoraRecord* record =
-      module < kNumDenseModules
-          ? table.dense(args.slot, layer, static_cast<LoraModule>(module))
-          : table.expert(args.slot, layer, (module - kNumDenseModules) / kNumExpertModules,
-                         static_cast<ExpertModule>((module - kNumDenseModules) % kNumExpertModules));
+      nth < kNumDenseModules ? table.dense(args.slot, layer, static_cast<LoraModule>(nth))
+                             : table.expert(args.slot, layer, (nth - kNumDenseModules) / kNumExpertModules,
+                                            static_cast<ExpertModule>((nth - kNumDenseModules) % kNumExpertModules));
   ResolvedLora out;
   if (record != nullptr) {
     out.rank = record->rank;

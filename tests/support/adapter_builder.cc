@@ -223,6 +223,7 @@ AdapterFixture::AdapterFixture(std::vector<TestAdapter> adapters, int32_t num_la
     }
   }
   batch_.table = {pool_.data(), page_table_.data(), static_cast<int32_t>(pages_per_slot), page_granules, num_experts};
+  batch_.table.num_layers = num_layers;
 }
 
 const LoraBatch* AdapterFixture::batch(std::vector<int32_t> row_slot, std::vector<float> row_scale) {

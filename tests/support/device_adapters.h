@@ -11,6 +11,7 @@
 #include <memory>
 #include <vector>
 
+#include "kernels/lora/lora_resolve.h"
 #include "tests/support/adapter_builder.h"
 #include "tests/support/device_buffer.h"
 
@@ -31,6 +32,7 @@ class DeviceAdapters {
       }
     }
     rank_stride_ = (rank + 7) / 8 * 8 + 8;
+    resolve();
   }
 
   // Row t uses slot row_slot[t] at row_scale[t]. The view lives as long as this object or the next call.
@@ -42,6 +44,7 @@ class DeviceAdapters {
     batch_ = host;
     batch_.table.pool = pool_.as<std::byte>();
     batch_.table.page_table = page_table_.as<int32_t>();
+    batch_.table.resolved = resolved_->as<ResolvedLora>();
     batch_.row_slot = upload(row_slot.data(), row_slot.size());
     batch_.row_scale = upload(row_scale.data(), row_scale.size());
     batch_.sorted_rows = upload(host.sorted_rows, rows);
@@ -62,6 +65,19 @@ class DeviceAdapters {
   }
 
  private:
+  void resolve() {
+    AdapterTable table = adapters_.table();
+    table.pool = pool_.as<std::byte>();
+    table.page_table = page_table_.as<int32_t>();
+    const auto slots = static_cast<int32_t>(adapters_.adapters().size());
+    const int32_t records = table.num_layers * table.modules_per_layer();
+    resolved_ = std::make_unique<DeviceBuffer>(static_cast<size_t>(slots + 1) * static_cast<size_t>(records) *
+                                               sizeof(ResolvedLora));
+    for (int32_t slot = 1; slot <= slots; ++slot) {
+      lora_resolve_cuda({table, slot, resolved_->as<ResolvedLora>() + int64_t{slot} * records}, *gpu()->stream);
+    }
+  }
+
   template <class T>
   const T* upload(const T* values, size_t count) {
     arrays_.push_back(std::make_unique<DeviceBuffer>(values, count * sizeof(T)));
@@ -71,6 +87,7 @@ class DeviceAdapters {
   AdapterFixture& adapters_;
   DeviceBuffer pool_;
   DeviceBuffer page_table_;
+  std::unique_ptr<DeviceBuffer> resolved_;
   std::vector<std::unique_ptr<DeviceBuffer>> arrays_;
   int32_t rank_stride_ = 0;
   LoraBatch batch_;
