@@ -18,6 +18,7 @@ void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspac
   attention.window = config_.sliding_window;
   attention.kv = input.kv;
   attention.layer = layer;
+  attention.num_rows = input.num_rows;
   kernels_.paged_attention(attention, stream);
 }
 

@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// paged_attention on CUDA. Which path a sequence takes is decided on the device, by its rows: one row (decode) goes to
+// attention_decode.cuh, several to attention_prefill.cuh; both kernels are launched over all sequences and leave what
+// is not theirs. Grids depend on host constants alone, so a launch can be recorded. Decode is limited by memory and,
+// for few sequences, by latency; prefill by tensor cores.
+#include <algorithm>
+
+#include "kernels/attention/attention_decode.cuh"
+#include "kernels/attention/attention_prefill.cuh"
+#include "kernels/attention/paged_attention.h"
+#include "kernels/cuda/launch.cuh"
+
+namespace moelora {
+namespace {
+
+using attention::Params;
+
+constexpr size_t STATIC_SHARED = size_t{48} << 10;  // what a block may have without asking
+constexpr int DECODE_BLOCKS_PER_SM = 3;             // splits are added until there are as many
+
+template <class Kernel>
+void allow_shared(Kernel kernel, size_t bytes) {
+  if (bytes > STATIC_SHARED) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+               "paged_attention");
+  }
+}
+
+// How the keys of decode rows are split; from host constants alone.
+struct DecodeLaunch {
+  int head_tiles;
+  int splits;
+  bool many_warps;
+  bool in_cluster;
+};
+
+DecodeLaunch plan_decode(const PagedAttentionArgs& args, const CudaStream& state) {
+  const int kv_heads = args.kv.layout.num_kv_heads;
+  const int head_tiles = (args.num_heads / kv_heads + attention::HEADS - 1) / attention::HEADS;
+  const int blocks = args.num_sequences * kv_heads * head_tiles;
+  // The units of 16 keys that a window can touch, if there is one.
+  const int most_units = args.window > 0 ? (args.window + attention::UNIT - 2) / attention::UNIT + 1 : INT32_MAX;
+  int splits = 1;
+  while (splits < kMaxAttentionSplits && blocks * splits < state.num_sms * DECODE_BLOCKS_PER_SM &&
+         most_units > 16 * splits) {
+    splits *= 2;
+  }
+  // Few blocks: their latency counts, not their number on an SM.
+  const bool many_warps = blocks * splits < state.num_sms * 2;
+  return {head_tiles, splits, many_warps, splits > 1 && state.compute_capability >= 90};
+}
+
+template <int MAX_D, bool EXACT, int WARPS, class Out>
+void launch_decode(const Params& params, const DecodeLaunch& plan, cudaStream_t stream) {
+  const int heads = std::min(params.group, attention::HEADS);
+  const size_t shared = sizeof(attention::DecodeShared<MAX_D, WARPS>) +
+                        static_cast<size_t>(WARPS * heads * params.kv.layout.head_dim) * sizeof(float);
+  const auto kernel = attention::decode_kernel<MAX_D, EXACT, WARPS, Out>;
+  allow_shared(kernel, shared);
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(static_cast<unsigned>(params.num_sequences * params.kv.layout.num_kv_heads * plan.head_tiles * plan.splits));
+  config.blockDim = dim3(WARPS * 32);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(plan.splits);
+  cluster.val.clusterDim.y = 1;
+  cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = plan.in_cluster ? 1 : 0;
+  check_cuda(
+      cudaLaunchKernelEx(&config, kernel, params, plan.head_tiles, plan.splits, kMaxAttentionSplits, plan.in_cluster),
+      "paged_attention");
+  if (plan.splits > 1 && !plan.in_cluster) {
+    const auto blocks = static_cast<unsigned>(params.num_sequences * params.num_heads);
+    attention::join_splits_kernel<Out><<<blocks, 64, 0, stream>>>(params, plan.splits, kMaxAttentionSplits, WARPS);
+  }
+}
+
+template <int MAX_D, bool EXACT, class Out>
+void launch_paths(const PagedAttentionArgs& args, const Params& params, const CudaStream& state) {
+  const DecodeLaunch plan = plan_decode(args, state);
+  if (plan.splits > 1 && !plan.in_cluster) {
+    MOELORA_ASSERT(args.scratch != nullptr && reinterpret_cast<uintptr_t>(args.scratch) % 16 == 0);
+    MOELORA_ASSERT(args.scratch_bytes >= paged_attention_scratch_bytes(static_cast<size_t>(args.num_sequences),
+                                                                       static_cast<size_t>(args.num_heads),
+                                                                       static_cast<size_t>(params.kv.layout.head_dim)));
+  }
+  if constexpr (EXACT) {
+    if (plan.many_warps) {
+      launch_decode<MAX_D, EXACT, 8, Out>(params, plan, state.stream);
+    } else {
+      launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state.stream);
+    }
+  } else {
+    launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state.stream);
+  }
+  if (args.num_rows <= args.num_sequences) {
+    return;
+  }
+  constexpr int WARPS = MAX_D <= 128 ? 8 : 4;
+  constexpr int KEYS = MAX_D <= 128 ? 64 : 16;
+  const int rows = WARPS * 16 / params.group;  // of a tile
+  MOELORA_ASSERT(rows >= 1);
+  const int tiles = args.num_rows / rows + std::min(args.num_sequences, args.num_rows / 2);
+  const auto kernel = attention::prefill_kernel<MAX_D, EXACT, WARPS, KEYS, Out>;
+  const size_t shared = sizeof(attention::PrefillShared<MAX_D, KEYS>);
+  allow_shared(kernel, shared);
+  kernel<<<static_cast<unsigned>(tiles * params.kv.layout.num_kv_heads), WARPS * 32, shared, state.stream>>>(params);
+}
+
+template <class Out>
+void launch_for_width(const PagedAttentionArgs& args, const Params& params, const CudaStream& state) {
+  const int width = params.kv.layout.head_dim;
+  if (width == 64) {
+    launch_paths<64, true, Out>(args, params, state);
+  } else if (width == 128) {
+    launch_paths<128, true, Out>(args, params, state);
+  } else if (width < 64) {
+    launch_paths<64, false, Out>(args, params, state);
+  } else if (width < 128) {
+    launch_paths<128, false, Out>(args, params, state);
+  } else {
+    launch_paths<256, false, Out>(args, params, state);
+  }
+}
+
+}  // namespace
+
+void paged_attention_cuda(const PagedAttentionArgs& args, Stream& stream) {
+  const KvLayout& layout = args.kv.layout;
+  MOELORA_ASSERT(layout.dtype == Dtype::kBf16 && args.out.dtype != Dtype::kF16);
+  MOELORA_ASSERT(layout.head_dim % 16 == 0 && layout.head_dim >= 16 && layout.head_dim <= 256);
+  MOELORA_ASSERT(layout.block_tokens % attention::UNIT == 0 && args.num_heads % layout.num_kv_heads == 0);
+  MOELORA_ASSERT(args.kv.page_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(args.kv.pool) % 16 == 0);
+  MOELORA_ASSERT(args.out.stride % 4 == 0 &&
+                 reinterpret_cast<uintptr_t>(args.out.data) % (4 * dtype_bytes(args.out.dtype)) == 0);
+  if (args.num_sequences == 0 || args.num_rows == 0) {
+    return;
+  }
+  const Params params{args.q.f32(),
+                      args.q.stride,
+                      args.out.data,
+                      args.out.stride,
+                      args.row_begin,
+                      args.positions,
+                      args.num_sequences,
+                      args.num_heads,
+                      args.num_heads / layout.num_kv_heads,
+                      args.scale * attention::LOG2E,
+                      args.window,
+                      args.sinks,
+                      args.kv,
+                      args.layer,
+                      reinterpret_cast<float*>(args.scratch)};
+  if (args.out.dtype == Dtype::kF32) {
+    launch_for_width<float>(args, params, cuda_state(stream));
+  } else {
+    launch_for_width<__nv_bfloat16>(args, params, cuda_state(stream));
+  }
+  check_launch("paged_attention");
+}
+
+}  // namespace moelora
