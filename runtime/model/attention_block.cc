@@ -19,6 +19,8 @@ void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspac
   attention.kv = input.kv;
   attention.layer = layer;
   attention.num_rows = input.num_rows;
+  attention.scratch = workspace.scratch;
+  attention.scratch_bytes = workspace.scratch_bytes;
   kernels_.paged_attention(attention, stream);
 }
 
