@@ -16,14 +16,20 @@ class DenseGemm;  // kernels/cuda/dense_gemm.cuh
 struct CudaStream {
   cudaStream_t stream = nullptr;
   int num_sms = 0;
-  int compute_capability = 0;     // 10 * major + minor
+  int compute_capability = 0;       // 10 * major + minor
   DenseGemm* dense_gemm = nullptr;  // cuBLASLt; null where the library is not installed
   // Page-locked memory that kernels write results to and the host reads after synchronising.
   std::byte* pinned = nullptr;
   size_t pinned_bytes = 0;
+  std::byte* host_scratch = nullptr;  // of the rows that the sampler takes to the host; 64-byte aligned
+  size_t host_scratch_bytes = 0;
 };
 
-inline CudaStream& cuda_state(const Stream& stream) { return *static_cast<CudaStream*>(stream.native()); }
-inline cudaStream_t cuda_stream(const Stream& stream) { return cuda_state(stream).stream; }
+inline CudaStream& cuda_state(const Stream& stream) {
+  return *static_cast<CudaStream*>(stream.native());
+}
+inline cudaStream_t cuda_stream(const Stream& stream) {
+  return cuda_state(stream).stream;
+}
 
 }  // namespace moelora
