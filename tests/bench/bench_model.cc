@@ -35,16 +35,21 @@ Bytes map_bytes(size_t bytes) {
 BenchModel::BenchModel(const BenchShape& bench_shape, Stream& stream) : shape(bench_shape) {
   place_weights();
   fill_random_cpu({weights.get(), Dtype::kBf16, static_cast<int64_t>(weight_bytes / 2), 0.02f, 1}, stream);
+  if (shape.mxfp4) std::memset(weights.get() + scale_begin, 119, weight_bytes - scale_begin);
   place_adapters(stream);
 }
 
 void BenchModel::place_weights() {
   const auto hidden = static_cast<size_t>(shape.hidden);
   const size_t square = hidden * hidden * 2;
-  const size_t expert = hidden * static_cast<size_t>(shape.intermediate) * 2;
+  const size_t elements = hidden * static_cast<size_t>(shape.intermediate);
+  const size_t expert = shape.mxfp4 ? elements / 2 : elements * 2;
+  const size_t scales = shape.mxfp4 ? elements / 32 : 0;
   const size_t router = hidden * static_cast<size_t>(shape.num_experts) * 2;
   weight_bytes = static_cast<size_t>(shape.layers) * (4 * square + router + 3 * expert * shape.num_experts) +
                  hidden * static_cast<size_t>(shape.vocab) * 2;
+  scale_begin = weight_bytes;
+  weight_bytes += static_cast<size_t>(shape.layers) * 3 * scales * shape.num_experts;
   weights = map_bytes(weight_bytes);
   std::byte* at = weights.get();
   const auto take = [&](size_t bytes) {
@@ -58,7 +63,11 @@ void BenchModel::place_weights() {
       *weight = {take(square), Dtype::kBf16, shape.hidden, shape.hidden};
     }
     layer.router = {take(router), Dtype::kBf16, shape.num_experts, shape.hidden};
-    for (int32_t e = 0; e < shape.num_experts; ++e) {
+    if (shape.mxfp4) {
+      place_mxfp4(layer, take(3 * expert * shape.num_experts),
+                  weights.get() + scale_begin + static_cast<size_t>(l) * 3 * scales * shape.num_experts);
+    }
+    for (int32_t e = 0; e < shape.num_experts && !shape.mxfp4; ++e) {
       layer.gate.push_back(take(expert));
       layer.up.push_back(take(expert));
       layer.down.push_back(take(expert));
@@ -66,6 +75,21 @@ void BenchModel::place_weights() {
     layers.push_back(layer);
   }
   lm_head = {take(hidden * static_cast<size_t>(shape.vocab) * 2), Dtype::kBf16, shape.vocab, shape.hidden};
+}
+
+// As in a file: gate_up of all experts, then down; scales likewise.
+void BenchModel::place_mxfp4(BenchLayer& layer, std::byte* data, std::byte* scales) const {
+  const int64_t row = shape.hidden / 2;
+  const int64_t elements = int64_t{shape.hidden} * shape.intermediate;
+  const auto* scale = reinterpret_cast<const uint8_t*>(scales);
+  for (int32_t e = 0; e < shape.num_experts; ++e) {
+    layer.gate.push_back(data + e * elements);
+    layer.up.push_back(data + e * elements + row);
+    layer.down.push_back(data + (shape.num_experts * 2 + e) * (elements / 2));
+    layer.gate_scales.push_back(scale + e * (elements / 16));
+    layer.up_scales.push_back(scale + e * (elements / 16) + shape.hidden / 32);
+    layer.down_scales.push_back(scale + (shape.num_experts * 2 + e) * (elements / 32));
+  }
 }
 
 void BenchModel::place_adapters(Stream& stream) {
