@@ -29,7 +29,7 @@ void Model::dense_mlp(const ForwardInput& input, int32_t layer, Workspace& works
   gate_up.parts[0] = {weights.gate, weights.gate_bias, workspace.gate, LoraModule::kGate};
   gate_up.parts[1] = {weights.up, weights.up_bias, workspace.up, LoraModule::kUp};
   kernels_.linear(gate_up, stream);
-  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size}, stream);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size, {}}, stream);
   LinearArgs down = linear_args(input, layer, workspace.gate, config_.intermediate_size, workspace);
   down.num_parts = 1;
   down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, LoraModule::kDown};
@@ -45,7 +45,7 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   gate_up.parts[1] = {weights.shared_up, {}, workspace.up, LoraModule::kSharedUp};
   gate_up.parts[2] = {weights.shared_expert_gate, {}, workspace.shared_gate, LoraModule::kSharedExpertGate};
   kernels_.linear(gate_up, stream);
-  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size}, stream);
+  kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size, {}}, stream);
   LinearArgs down = linear_args(input, layer, workspace.gate, config_.shared_intermediate_size, workspace);
   down.num_parts = 1;
   down.parts[0] = {weights.shared_down, {}, workspace.shared, LoraModule::kSharedDown};
@@ -72,7 +72,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
-  router.parts[0] = {weights.router, {}, workspace.router_logits, LoraModule::kRouter};
+  router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, LoraModule::kRouter};
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   kernels_.linear(router, stream);
 
@@ -97,6 +97,8 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.layer = layer;
   gate_up.lora = input.lora;
   gate_up.compute = compute_;
+  gate_up.activation = config_.swiglu_limit > 0.0f ? MoeActivation::kClampedSwiglu : MoeActivation::kSilu;
+  gate_up.limit = config_.swiglu_limit;
   gate_up.act = workspace.expert_act;
   gate_up.scratch = workspace.scratch;
   gate_up.scratch_bytes = workspace.scratch_bytes;
