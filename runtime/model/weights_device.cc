@@ -85,7 +85,7 @@ class Builder {
     std::vector<float> drawn;
     if (random_ && from == nullptr && memory_ != nullptr) {
       for (size_t i = 0; i < count; ++i) {
-        drawn.push_back(0.1f * static_cast<float>((i * 2654435761u + ++tensor_) % 1000) / 1000.0f - 0.05f);
+        drawn.push_back(kRandomBias * (static_cast<float>((i * 2654435761u + ++tensor_) % 1000) / 500.0f - 1.0f));
       }
       from = drawn.data();
     }
@@ -180,7 +180,7 @@ class Builder {
       return to;
     }
     if (random_ && kind != TensorKind::kNorm) {
-      fill(to, dtype, count, kind == TensorKind::kBias ? 0.05f : std::sqrt(3.0f / static_cast<float>(cols)));
+      fill(to, dtype, count, kind == TensorKind::kBias ? kRandomBias : std::sqrt(3.0f / static_cast<float>(cols)));
       return to;
     }
     if (from_dtype == dtype && row_step == 1 && !random_) {

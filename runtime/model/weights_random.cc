@@ -70,7 +70,7 @@ class Filler {
     args.count = int64_t{rows} * cols;
     // Uniform in [-s, s) has standard deviation s / sqrt(3).
     const bool bias = kind == TensorKind::kBias || kind == TensorKind::kExpertBias;
-    args.scale = bias ? 0.05f : std::sqrt(3.0f / static_cast<float>(cols));
+    args.scale = bias ? kRandomBias : std::sqrt(3.0f / static_cast<float>(cols));
     args.seed = seed;
     fill_random_cpu(args, stream_);
     return data;

@@ -30,6 +30,9 @@ class AnonymousMemory {
   size_t bytes_ = 0;
 };
 
+// Of random models: well below the embedding's 1/sqrt(H), or all tokens would look alike and choose the same experts.
+constexpr float kRandomBias = 0.002f;
+
 struct Weights::Storage {
   std::unique_ptr<Checkpoint> checkpoint;
   std::vector<std::unique_ptr<AnonymousMemory>> memory;
