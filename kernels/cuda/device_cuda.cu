@@ -13,7 +13,7 @@
 namespace moelora {
 namespace {
 
-constexpr size_t kPinnedBytes = size_t{8} << 20;    // results of the sampler, logits that it takes to the host
+constexpr size_t kPinnedBytes = size_t{8} << 20;  // results of the sampler, logits that it takes to the host
 constexpr size_t kHostScratchBytes = sample_tokens_scratch_bytes(size_t{1} << 19);  // touched as far as needed
 constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
 

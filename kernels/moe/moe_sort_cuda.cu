@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t
   __syncthreads();  // the sums of all warps are there
   uint32_t lower = 0;
   uint32_t all = 0;
-#pragma unroll
+#pragma unroll 16
   for (int w = 0; w < WARPS; ++w) {
     const uint32_t sum = warp_sum[w];
     lower += w < warp ? sum : 0u;
@@ -108,7 +108,7 @@ __device__ __forceinline__ int count_keys(Shared<WARPS, SMALL>& s, int count, in
   const int key = threadIdx.x;
   uint32_t sum = 0;
   if (key < num_keys) {
-#pragma unroll
+#pragma unroll 16
     for (int w = 0; w < WARPS; ++w) {
       const uint32_t here = s.before[w][key];
       s.before[w][key] = static_cast<uint16_t>(sum);
@@ -276,7 +276,7 @@ __device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<WA
 }
 
 template <int WARPS, bool SMALL>
-__global__ void __launch_bounds__(WARPS * 32) sort_kernel(const MoeSortArgs args) {
+__global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs args) {
   static_assert(WARPS * 32 >= MAX_EXPERTS && MAX_EXPERTS >= 1 << DIGIT_BITS);
   __shared__ Shared<WARPS, SMALL> s;
   const MoeOrder& order = args.order;

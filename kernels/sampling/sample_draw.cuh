@@ -173,6 +173,23 @@ __device__ __forceinline__ bool has_mass(float scaled_logit) {
   return scaled_logit > -static_cast<float>(BINS) / BINS_PER_UNIT;
 }
 
+// The token of the list at which the sum in order exceeds the target is the last one kept; `better` is the mass of what
+// comes before the list. Its order in memory does not matter. Ends with a barrier.
+__device__ __forceinline__ void cut_in_list(Shared& s, unsigned long long better, unsigned long long target) {
+  const int i = threadIdx.x;
+  if (i < s.list_count) {
+    const Cut own{s.list_logit[i], s.list_id[i]};
+    unsigned long long upto = better;
+    for (int j = 0; j < s.list_count; ++j) {
+      upto += own.keeps(s.list_logit[j], s.list_id[j]) ? s.list_mass[j] : 0ull;
+    }
+    if (upto > target && upto - s.list_mass[i] <= target) {
+      s.cut = own;
+    }
+  }
+  __syncthreads();  // the cut is there
+}
+
 // Shortens s.cut to the smallest prefix of what it keeps whose masses exceed `target` or, if `fraction` is not
 // negative, reach that part of the whole. False: too many tokens look alike.
 template <class Mass>
@@ -233,23 +250,10 @@ __device__ __forceinline__ bool shorten(const Row& row, Shared& s, unsigned long
     }
   });
   __syncthreads();  // the list is there
-  const int count = s.list_count;
-  if (count > LIST_SIZE) {
+  if (s.list_count > LIST_SIZE) {
     return false;
   }
-  // The token at which the sum in order exceeds the target is the last one kept; its place in the list does not matter.
-  const int i = threadIdx.x;
-  if (i < count) {
-    const Cut own{s.list_logit[i], s.list_id[i]};
-    unsigned long long upto = better;
-    for (int j = 0; j < count; ++j) {
-      upto += own.keeps(s.list_logit[j], s.list_id[j]) ? s.list_mass[j] : 0ull;
-    }
-    if (upto > target && upto - s.list_mass[i] <= target) {
-      s.cut = own;
-    }
-  }
-  __syncthreads();  // the cut is there
+  cut_in_list(s, better, target);
   return true;
 }
 
