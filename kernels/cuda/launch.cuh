@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every launcher shares: turning a CUDA error into the project's Error, and launches that overlap the kernel before
-// them. Included by .cu files only.
+// What every launcher shares: turning a CUDA error into the project's Error, and launches that overlap the kernel
+// before them. Included by .cu files only.
 //
-// Dependent launches. A kernel of launch_dependent() may begin while the kernel before it on the stream still runs, once
-// all of that one's blocks have called let_next_start() or ended. The rules that keep this right:
+// Dependent launches. A kernel of launch_dependent() may begin while the kernel before it on the stream still runs,
+// once all of that one's blocks have called let_next_start() or ended. The rules that keep this right:
 //   - Every such kernel calls wait_for_previous() in all of its blocks, before it reads what earlier kernels wrote and
 //     before it writes anything. Then the end of a kernel means that all older ones have ended, too.
 //   - A kernel may read before its wait only what was complete before the kernel ahead of it passed its own wait, if

@@ -123,7 +123,8 @@ __device__ __forceinline__ LoraToken lora_token(const ResolvedLora* record, int 
   return token;
 }
 
-// B s + scale lora_bias for output n of a token with rank > 0; s: its shrunk values, times its scale. bf16 streams only.
+// B s + scale lora_bias for output n of a token with rank > 0; s: its shrunk values, times its scale. bf16 streams
+// only.
 __device__ __forceinline__ float lora_delta(const AdapterTable& table, const LoraToken& token, int n, const float* s) {
   constexpr int kTogether = 4;  // panels whose loads are in flight at once
   const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
@@ -140,10 +141,10 @@ __device__ __forceinline__ float lora_delta(const AdapterTable& table, const Lor
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
       if (p0 + i < panels) {
-        const int id = page < ResolvedLora::kPages
-                           ? (&token.b_pages.x)[page]
-                           : table.page_table[static_cast<int64_t>(token.slot) * table.pages_per_slot + first_page +
-                                              page];
+        const int id =
+            page < ResolvedLora::kPages
+                ? (&token.b_pages.x)[page]
+                : table.page_table[static_cast<int64_t>(token.slot) * table.pages_per_slot + first_page + page];
         const int64_t at = (static_cast<int64_t>(id) * table.page_granules + granule) * kGranuleBytes;
         b[i] = *reinterpret_cast<const uint4*>(table.pool + at + offset);
         x[2 * i] = *reinterpret_cast<const float4*>(s + (p0 + i) * kTileRanks);

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_shrink on CUDA. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh. Many: an item is 16 ranks of one module for up to 32 rows of one segment: its block's 8 warps split K
-// into contiguous ranges of 64-input blocks (kernels/cuda/mma_tile.cuh), A streams from the pool straight into
-// registers, and the warps' sums are added in warp order. How many items there are is known on the device only, so a
-// fixed number of blocks walks all of them in a stride. Tiles of rows are numbered so that a segment begins at tile
-// begin / 32 + segment: no prefix sum over segments is needed, at the price of at most one empty tile a segment.
-// Limited by memory while segments are short (each adapter's A once), by L2 reads of x for long ones.
+// lora_shrink on CUDA. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh. Many: an item is 16 ranks of one module
+// for up to 32 rows of one segment: its block's 8 warps split K into contiguous ranges of 64-input blocks
+// (kernels/cuda/mma_tile.cuh), A streams from the pool straight into registers, and the warps' sums are added in warp
+// order. How many items there are is known on the device only, so a fixed number of blocks walks all of them in a
+// stride. Tiles of rows are numbered so that a segment begins at tile begin / 32 + segment: no prefix sum over segments
+// is needed, at the price of at most one empty tile a segment. Limited by memory while segments are short (each
+// adapter's A once), by L2 reads of x for long ones.
 #include "kernels/lora/lora_shrink_cuda.h"
 
 #include <cuda_bf16.h>

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // lora_shrink for few rows or pairs, without segments: from a row to its slot to its record to A, no more dependent
-// accesses than that. Each warp looks at a tile of 32 positions at once and finds the groups of equal slot (and expert);
-// a block takes groups of the tile in turn, one module, and panels of 8 ranks in turn. Its 8 warps split K into
-// contiguous ranges of 64-input blocks, A streams from the pool into registers, and the warps' sums are added in warp
-// order. Where there are few items a panel is a block of its own; where there are many, blocks take several panels
+// accesses than that. Each warp looks at a tile of 32 positions at once and finds the groups of equal slot (and
+// expert); a block takes groups of the tile in turn, one module, and panels of 8 ranks in turn. Its 8 warps split K
+// into contiguous ranges of 64-input blocks, A streams from the pool into registers, and the warps' sums are added in
+// warp order. Where there are few items a panel is a block of its own; where there are many, blocks take several panels
 // after one look-up. Limited by latency for few groups, by reading A for many.
 // Included by lora_shrink_cuda.cu.
 #pragma once
@@ -21,7 +21,7 @@ namespace moelora::shrink_rows {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 3;
+constexpr int kBlocksPerSm = 2;
 constexpr int kTile = 32;  // positions
 constexpr int kMaxExperts = 1024;
 
@@ -138,7 +138,7 @@ __device__ __forceinline__ void shrink_panel(const Params& p, const Group& group
       partial[warp * kElements + (j * 2 + i) * 32 + lane] = acc[j][i];
     }
   }
-  __syncthreads();  // all warps' sums are there
+  __syncthreads();                                           // all warps' sums are there
   for (int e = threadIdx.x; e < kElements; e += kThreads) {  // by whole warps
     float sum = 0.0f;
 #pragma unroll
@@ -172,7 +172,7 @@ __device__ __forceinline__ void shrink_group(const Params& p, Group& group, cons
     } else if (group.count <= 16) {
       shrink_panel<2, 2>(p, group, panel, partial);
     } else {
-      shrink_panel<4, 1>(p, group, panel, partial);
+      shrink_panel<4, 2>(p, group, panel, partial);
     }
   }
 }
