@@ -56,7 +56,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
-  router.parts[0] = {weights.router, {}, workspace.router_logits, LoraModule::kRouter};
+  router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, LoraModule::kRouter};
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   kernels_.linear(router, stream);
 
@@ -78,6 +78,8 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.layer = layer;
   gate_up.lora = input.lora;
   gate_up.compute = compute_;
+  gate_up.activation = config_.swiglu_limit > 0.0f ? MoeActivation::kClampedSwiglu : MoeActivation::kSilu;
+  gate_up.limit = config_.swiglu_limit;
   gate_up.act = workspace.expert_act;
   gate_up.scratch = workspace.scratch;
   gate_up.scratch_bytes = workspace.scratch_bytes;

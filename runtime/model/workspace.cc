@@ -59,6 +59,9 @@ void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits
     scratch_bytes = std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
                               linear_scratch_bytes(rows, hidden_size, pairs, rank)});
   }
+  scratch_bytes =
+      std::max(scratch_bytes, paged_attention_scratch_bytes(logit_rows, static_cast<size_t>(config.num_heads),
+                                                            static_cast<size_t>(config.head_dim)));
   logits_in = matrix(logit_rows, hidden_size, activation);
   logits = matrix(logit_rows, static_cast<size_t>(config.vocab_size));
   scratch = take(scratch_bytes);

@@ -216,15 +216,22 @@ class Verifier {
     }
   }
 
-  // Bounds of the rows of a case that failed: see bounds_of_condition.
+  // Bounds of the rows of a case that failed: see bounds_of_condition. The first change is far above rounding and far
+  // below any curvature; the others find what is about to change close by, such as the key that attention chooses.
   [[nodiscard]] std::vector<double> conditioned_bounds(const Case& reference, double bound) const {
-    constexpr float kChange = 1.0f / 16384;  // far above rounding, far below any curvature
     Request here = make_request(reference);
     here.submit();
     const Outcome outcome = take(here, reference);
-    Request there = make_request(reference, 1.0f + kChange);
-    there.submit();
-    return bounds_of_condition(reference, outcome, take(there, reference), static_cast<double>(kChange), bound);
+    std::vector<double> bounds(static_cast<size_t>(reference.rows), bound);
+    for (const float change : {0x1p-14f, 0x1p-10f, -0x1p-10f}) {
+      Request there = make_request(reference, 1.0f + change);
+      there.submit();
+      const std::vector<double> found =
+          bounds_of_condition(reference, outcome, take(there, reference), static_cast<double>(change), bound);
+      std::transform(bounds.begin(), bounds.end(), found.begin(), bounds.begin(),
+                     [](double a, double b) { return std::max(a, b); });
+    }
+    return bounds;
   }
 
   [[nodiscard]] std::map<size_t, Outcome>::const_iterator find_base(const std::map<size_t, Outcome>& outcomes,

@@ -148,7 +148,7 @@ std::vector<double> bounds_of_condition(const Case& reference, const Outcome& ou
   for (size_t row = 0; row < static_cast<size_t>(reference.rows); ++row) {
     const double moved =
         row_error(changed.logits.data() + row * vocab, outcome.logits.data() + row * vocab, vocab).error;
-    bounds.push_back(std::max(bound, moved / change * kReferenceError));
+    bounds.push_back(std::max(bound, moved / std::abs(change) * kReferenceError));
   }
   return bounds;
 }
