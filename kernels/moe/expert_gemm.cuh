@@ -184,11 +184,15 @@ template <int NT>
 __device__ __forceinline__ bool module_delta(float (&delta)[NT][4], const ExpertGemm& p,
                                              const TokenAdapters<NT>& tokens, int slot, int expert, ExpertModule module,
                                              int index, int num_modules, int n_low, int n_high) {
-  const LoraRecord* stored = p.lora.table.expert(slot, p.lora.layer, expert, module);
-  if (stored == nullptr) {
+  const ResolvedLora* stored = p.lora.table.resolved_expert(slot, p.lora.layer, expert, module);
+  LoraRecord record;
+  record.rank = stored->rank;
+  record.scale = stored->scale;
+  record.b = stored->b;
+  record.bias = stored->bias;
+  if (record.rank == 0) {
     return false;
   }
-  const LoraRecord record = *stored;
   const float* s[NT];
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
