@@ -2,6 +2,7 @@
 // h += FFN(norm(h)): a dense SwiGLU MLP, or router, sort by (expert, adapter), gate_up, down, combine, and the
 // shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op.
 #include "runtime/model/model.h"
+#include "runtime/model/router_gap.h"
 
 namespace moelora {
 
@@ -63,6 +64,10 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
                         RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights},
                        stream);
+  if (input.router_gaps != nullptr) {
+    narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
+                       config_.top_k, input.router_gaps);
+  }
   kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
                      config_.top_k, config_.num_experts, workspace.order},
                     stream);
