@@ -24,7 +24,7 @@ struct Shared {
   static constexpr int BATCH = SMALL ? 1 : 4;  // groups of 32 items whose keys a warp loads at once
   // While counting: items of each key in the warp's run; afterwards: of the key in runs before it and already placed.
   uint16_t before[WARPS][MAX_EXPERTS];
-  int begin[MAX_EXPERTS + 1];  // items of lower keys
+  int begin[MAX_EXPERTS + 4];  // items of lower keys; a multiple of 16 bytes, so that no wide load spans two arrays
   uint32_t warp_sum[WARPS];
   int32_t slot_at[SMALL ? SMALL_PAIRS : 1];                // of sorted position
   unsigned heads[(SMALL ? SMALL_PAIRS : MAX_PAIRS) / 32];  // bit i % 32 of word i / 32: position i begins a segment

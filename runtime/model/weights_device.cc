@@ -107,7 +107,7 @@ class Builder {
       }
       if (random_) {
         fill_bits(tiles, shape.data_bytes());
-        fill_scales(tile_scales, shape.scale_bytes());
+        fill_scales(tile_scales, shape.scale_bytes(), up == nullptr ? kRandomDownShift : 0);
         continue;
       }
       pack(weights, up, e, tiles, tile_scales);
@@ -159,15 +159,14 @@ class Builder {
     kernels_.fill_random(args, stream_);
   }
   void fill_bits(std::byte* to, int64_t count) { fill(to, Dtype::kBf16, count / 2, 1.0f); }
-  // Bytes 0x76 to 0x79, by rows of 64 KiB that repeat.
-  void fill_scales(std::byte* to, int64_t count) {
-    if (scale_pattern_.empty()) {
-      for (uint32_t i = 0; i < 65536; ++i) {
-        scale_pattern_.push_back(static_cast<uint8_t>(0x76 + (i * 2654435761u >> 30)));
-      }
+  // Bytes 0x76 to 0x79, less `shift`: what makes 2880 random nibbles a row of norm near 1. Rows of 64 KiB that repeat.
+  void fill_scales(std::byte* to, int64_t count, int shift) {
+    std::vector<uint8_t> pattern(65536);
+    for (uint32_t i = 0; i < pattern.size(); ++i) {
+      pattern[i] = static_cast<uint8_t>(0x76 - shift + static_cast<int>(i * 2654435761u >> 30));
     }
     for (int64_t at = 0; at < count; at += 65536) {
-      device_.copy_to_device(to + at, scale_pattern_.data(), static_cast<size_t>(std::min<int64_t>(65536, count - at)),
+      device_.copy_to_device(to + at, pattern.data(), static_cast<size_t>(std::min<int64_t>(65536, count - at)),
                              stream_);
     }
   }
@@ -253,7 +252,6 @@ class Builder {
   size_t used_ = 0;
   uint64_t tensor_ = 0;
   std::vector<std::byte> converted_;
-  std::vector<uint8_t> scale_pattern_;
   DeviceMemory raw_;
 };
 

@@ -78,11 +78,12 @@ class Filler {
 
   // MXFP4: nibbles of `rows` rows, then their scales. Nibbles are uniform over E2M1, whose root mean square is 2.93; of
   // four scales the second is the power of two below what makes that 1/sqrt(cols), so 118 to 121 for 2880 inputs.
-  Mxfp4Rows fill_mxfp4(int32_t rows, int32_t cols) {
+  Mxfp4Rows fill_mxfp4(int32_t rows, int32_t cols, int shift) {
     const size_t nibbles = static_cast<size_t>(rows) * static_cast<size_t>(cols) / 2;
     std::byte* data = take(nibbles + nibbles / 16);
     const uint64_t seed = mix(seed_ ^ mix(++tensor_));
-    const int first = 126 + static_cast<int>(std::floor(-std::log2(2.93 * std::sqrt(static_cast<double>(cols)))));
+    const int first =
+        126 - shift + static_cast<int>(std::floor(-std::log2(2.93 * std::sqrt(static_cast<double>(cols)))));
     constexpr size_t kChunk = size_t{1} << 16;  // bytes; a multiple of a word
     stream_.parallel_for((nibbles + kChunk - 1) / kChunk, [&](size_t chunk, int) {
       const size_t end = std::min(nibbles, (chunk + 1) * kChunk);  // a multiple of 16, as `cols` is of 32
@@ -140,8 +141,8 @@ void fill_mxfp4_experts(const ModelConfig& config, LayerWeights& layer, Filler& 
   std::vector<Mxfp4Rows> gate_up;
   std::vector<Mxfp4Rows> down;
   for (int32_t e = 0; e < config.num_experts; ++e) {
-    gate_up.push_back(filler.fill_mxfp4(2 * config.moe_intermediate_size, config.hidden_size));
-    down.push_back(filler.fill_mxfp4(config.hidden_size, config.moe_intermediate_size));
+    gate_up.push_back(filler.fill_mxfp4(2 * config.moe_intermediate_size, config.hidden_size, 0));
+    down.push_back(filler.fill_mxfp4(config.hidden_size, config.moe_intermediate_size, kRandomDownShift));
   }
   set_mxfp4_experts(config, gate_up, down, layer);
 }

@@ -32,6 +32,8 @@ class AnonymousMemory {
 
 // Of random models: well below the embedding's 1/sqrt(H), or all tokens would look alike and choose the same experts.
 constexpr float kRandomBias = 0.002f;
+// And so that gpt-oss's activation, which is not centred, does not: exponent taken from random MXFP4 down projections.
+constexpr int kRandomDownShift = 7;
 
 struct Weights::Storage {
   std::unique_ptr<Checkpoint> checkpoint;
