@@ -279,6 +279,8 @@ template <int WARPS, bool SMALL>
 __global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs args) {
   static_assert(WARPS * 32 >= MAX_EXPERTS && MAX_EXPERTS >= 1 << DIGIT_BITS);
   __shared__ Shared<WARPS, SMALL> s;
+  let_next_start();
+  wait_for_previous();
   const MoeOrder& order = args.order;
   const int pairs = args.num_rows * args.top_k;
   const int32_t* rows = order_rows(args, s);
@@ -323,9 +325,9 @@ void moe_sort_cuda(const MoeSortArgs& args, Stream& stream) {
     return;
   }
   if (pairs <= SMALL_PAIRS) {
-    sort_kernel<16, true><<<1, 16 * 32, 0, cuda_stream(stream)>>>(args);
+    launch_dependent(sort_kernel<16, true>, dim3(1), 16 * 32, 0, cuda_state(stream), args);
   } else {
-    sort_kernel<32, false><<<1, 32 * 32, 0, cuda_stream(stream)>>>(args);
+    launch_dependent(sort_kernel<32, false>, dim3(1), 32 * 32, 0, cuda_state(stream), args);
   }
   check_launch("moe_sort");
 }
