@@ -80,7 +80,7 @@ class Verifier {
     if (precision_ == Precision::kBf16) {
       std::printf(", %d rows, of them rounding-limited %d, near-tie %d; worst ratio to the yardstick %s",
                   counts_.positions, counts_.rounding_limited, counts_.near_tie_rows,
-                  worst_ratio_ < 0 ? "-" : (decimal(worst_ratio_) + " (" + worst_ratio_case_ + ")").c_str());
+                  worst_ratio_ < 0 ? "-" : (formatted("%.2f", worst_ratio_) + " (" + worst_ratio_case_ + ")").c_str());
     }
     std::printf("%s\n", counts_.near_ties == 0 ? "" : (", near ties " + std::to_string(counts_.near_ties)).c_str());
     return counts_.failed == 0 && counts_.passed > 0 ? 0 : 1;
@@ -302,7 +302,7 @@ class Verifier {
     if (!verdict.passed || flags_.verbose) {
       std::printf("%s %-16s logits %.2e (position %d, token %d), delta %s, greedy %d of %zu%s%s%s%s\n",
                   verdict.passed ? "passed" : "FAILED", reference.name.c_str(), verdict.logits_error, verdict.position,
-                  verdict.token, verdict.delta_error < 0 ? "-" : scientific(verdict.delta_error).c_str(),
+                  verdict.token, verdict.delta_error < 0 ? "-" : formatted("%.2e", verdict.delta_error).c_str(),
                   verdict.tokens_equal, reference.greedy.size(), verdict.near_tie ? " (near tie)" : "",
                   rounding_text(verdict).c_str(), verdict.passed ? "" : ": ", verdict.why.c_str());
     }
@@ -328,18 +328,12 @@ class Verifier {
     }
     return ", " + std::to_string(verdict.rows) + " rows, rounding-limited " + std::to_string(verdict.rounding_limited) +
            ", near-tie " + std::to_string(verdict.near_tie_rows) +
-           (verdict.yardstick_ratio < 0 ? "" : ", " + decimal(verdict.yardstick_ratio) + " x the yardstick");
+           (verdict.yardstick_ratio < 0 ? "" : ", " + formatted("%.2f", verdict.yardstick_ratio) + " x the yardstick");
   }
 
-  static std::string decimal(double value) {
+  static std::string formatted(const char* format, double value) {
     char buffer[32];
-    std::snprintf(buffer, sizeof(buffer), "%.2f", value);
-    return buffer;
-  }
-
-  static std::string scientific(double value) {
-    char buffer[32];
-    std::snprintf(buffer, sizeof(buffer), "%.2e", value);
+    std::snprintf(buffer, sizeof(buffer), format, value);
     return buffer;
   }
 
