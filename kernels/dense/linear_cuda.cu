@@ -34,11 +34,11 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCKS_PER_SM = 2;
 constexpr int EPILOGUE_ROWS = 8 * WARPS;
 // Blocks of 64 inputs whose weights a warp has in flight: as many as registers hold.
-constexpr int unroll_of(int row_groups, int output_tiles) {
+constexpr int unroll_of(int row_groups, int output_tiles, bool lora) {
   if (output_tiles == 2) {
     return row_groups == 1 ? 2 : 1;
   }
-  return row_groups == 4 ? 2 : (row_groups == 2 ? 3 : 4);
+  return row_groups == 4 ? (lora ? 2 : 3) : (row_groups == 2 ? 3 : 4);
 }
 constexpr unsigned ALL = 0xffffffffu;
 
@@ -229,9 +229,8 @@ __device__ __forceinline__ void multiply_blocks(Operands<NT, MT>& at, int left, 
 }
 
 // acc += W x over the 64-input blocks [begin, end) of K. Outputs and rows that are not there are read as the last
-// there is: what they give is never stored. WAIT: for x, after the first weights were asked for: of few rows into
-// registers, otherwise, where registers are short, into the L2.
-template <int NT, int MT, int UNROLL, bool WAIT>
+// there is: what they give is never stored. EARLY: wait for x after the first weights were asked for.
+template <int NT, int MT, int UNROLL, bool EARLY>
 __device__ __forceinline__ void multiply(const Params& p, const Part& part, int row0, int n0, int begin, int end,
                                          float (&acc)[MT][NT][4]) {
   const int g = threadIdx.x % 32 / 4;
@@ -248,17 +247,6 @@ __device__ __forceinline__ void multiply(const Params& p, const Part& part, int 
     at.x[j] = p.x + row * p.x_stride + first;
   }
   int left = min(end * kTileColumns, p.k) - begin * kTileColumns;
-  constexpr bool EARLY = WAIT && NT <= 2;
-  if (WAIT && !EARLY) {
-    const int ahead = static_cast<int>(threadIdx.x % 4) * kTileColumns;
-    if (static_cast<int>(threadIdx.x % 4) < UNROLL && ahead < left) {
-#pragma unroll
-      for (int i = 0; i < 2 * MT; ++i) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(at.weight[i] - threadIdx.x % 4 * 8 + ahead));
-      }
-    }
-    wait_for_previous();
-  }
   if (EARLY && left >= UNROLL * kTileColumns) {
     multiply_blocks<false, true, UNROLL>(at, left, acc);
     left -= UNROLL * kTileColumns;
@@ -307,10 +295,14 @@ __global__ void __launch_bounds__(THREADS + (LORA ? 32 : 0), BLOCKS_PER_SM)
       }
     }
   } else {
+    constexpr bool EARLY = !LORA && NT <= 2;  // more rows leave no registers for it
+    if (!LORA && !EARLY) {
+      wait_for_previous();
+    }
     const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
     float acc[MT][NT][4] = {};
-    multiply<NT, MT, unroll_of(NT, MT), !LORA>(p, part, row0, n0, warp * blocks / WARPS, (warp + 1) * blocks / WARPS,
-                                               acc);
+    multiply<NT, MT, unroll_of(NT, MT, LORA), EARLY>(p, part, row0, n0, warp * blocks / WARPS,
+                                                     (warp + 1) * blocks / WARPS, acc);
 #pragma unroll
     for (int e = 0; e < MT * NT * 4; ++e) {
       partial[warp * ELEMENTS + e * 32 + lane] = acc[e / 4 / NT][e / 4 % NT][e % 4];
