@@ -14,6 +14,7 @@
 #include <set>
 
 #include "samples/cli/command.h"
+#include "samples/cli/verify_report.h"
 #include "samples/cli/verify_rules.h"
 #include "samples/cli/verify_yardstick.h"
 
@@ -31,12 +32,6 @@ struct VerifyFlags {
   bool yardstick_always = false;
 };
 
-struct Counts {
-  int passed = 0, failed = 0, skipped = 0, near_ties = 0;
-  int positions = 0, ill_conditioned = 0;
-  int rounding_limited = 0, near_tie_rows = 0;  // bf16
-};
-
 const char* label(const std::string& adapter) {
   return adapter.empty() ? "base" : adapter.c_str();
 }
@@ -49,6 +44,7 @@ class Verifier {
       engine_flags.model = folder_.model_dir();
     }
     precision_ = precision_of(engine_flags);
+    report_.emplace(flags.dir, precision_ == Precision::kBf16, flags.verbose);
     choose();
     engine_.emplace(engine_flags);
     load_adapters();
@@ -61,29 +57,11 @@ class Verifier {
                 flags_.engine.deterministic ? ", deterministic" : "");
     std::map<size_t, Outcome> outcomes = flags_.mixed ? answer_together() : answer_singly();
     judge_all(outcomes);
-    if (counts_.ill_conditioned * 20 > counts_.positions) {
-      ++counts_.failed;
-      std::printf("FAILED %d of %d positions are ill-conditioned; at most 5 %% may be\n", counts_.ill_conditioned,
-                  counts_.positions);
-    }
-    if (counts_.near_tie_rows * kNearTieRowsInOneMay > counts_.positions) {
-      ++counts_.failed;
-      std::printf("FAILED %d of %d rows are excused by a router near-tie; at most 5 %% may be\n", counts_.near_tie_rows,
-                  counts_.positions);
-    }
+    report_->judge_shares();
     if (flags_.mixed && flags_.engine.deterministic) {
       compare_bits(outcomes, answer_singly());
     }
-    std::printf("%s: %d passed, %d failed, %d skipped; worst logits error %.2e (%s), worst delta error %.2e (%s)",
-                flags_.dir.c_str(), counts_.passed, counts_.failed, counts_.skipped, worst_logits_,
-                worst_logits_case_.c_str(), worst_delta_, worst_delta_case_.c_str());
-    if (precision_ == Precision::kBf16) {
-      std::printf(", %d rows, of them rounding-limited %d, near-tie %d; worst ratio to the yardstick %s",
-                  counts_.positions, counts_.rounding_limited, counts_.near_tie_rows,
-                  worst_ratio_ < 0 ? "-" : (formatted("%.2f", worst_ratio_) + " (" + worst_ratio_case_ + ")").c_str());
-    }
-    std::printf("%s\n", counts_.near_ties == 0 ? "" : (", near ties " + std::to_string(counts_.near_ties)).c_str());
-    return counts_.failed == 0 && counts_.passed > 0 ? 0 : 1;
+    return report_->finish() ? 0 : 1;
   }
 
  private:
@@ -108,8 +86,7 @@ class Verifier {
       const std::string name = label(folder_.cases[i].adapter);
       known.insert(name);
       if (skip.contains(name)) {
-        ++counts_.skipped;
-        skipped_names_.insert(name);
+        report_->skip(name);
       } else if (only.empty() || only.contains(name)) {
         judged_.insert(i);
         chosen_.insert(i);
@@ -122,9 +99,7 @@ class Verifier {
         throw Failure(MOELORA_E_NOT_FOUND, "--only: " + flags_.dir + " has no cases of '" + name + "'");
       }
     }
-    for (const std::string& name : skipped_names_) {
-      std::printf("skipped: %s\n", name.c_str());
-    }
+    report_->print_skipped();
   }
 
   void load_adapters() {
@@ -217,12 +192,11 @@ class Verifier {
     for (const size_t i : judged_) {
       const Case& reference = folder_.cases[i];
       if (!runnable(i)) {
-        ++counts_.failed;
-        std::printf("FAILED %-16s adapter refused: %s\n", reference.name.c_str(), refused_[reference.adapter].c_str());
+        report_->fail(reference, "adapter refused: " + refused_[reference.adapter]);
         continue;
       }
       if (precision_ == Precision::kBf16) {
-        note(reference, judge_rounded(i, outcomes));
+        report_->note(reference, judge_rounded(i, outcomes));
         continue;
       }
       const auto base = reference.adapter.empty() ? outcomes.end() : find_base(outcomes, reference);
@@ -235,8 +209,7 @@ class Verifier {
         tolerances.logits_of_row = conditioned_bounds(reference, tolerances.logits);
         verdict = judge(reference, outcomes.at(i), base_case, base_outcome, tolerances);
       }
-      counts_.positions += static_cast<int>(reference.rows);
-      note(reference, verdict);
+      report_->note(reference, verdict);
     }
   }
 
@@ -281,62 +254,6 @@ class Verifier {
     });
   }
 
-  void note(const Case& reference, const Verdict& verdict) {
-    ++(verdict.passed ? counts_.passed : counts_.failed);
-    counts_.near_ties += verdict.near_tie ? 1 : 0;
-    counts_.ill_conditioned += verdict.ill_conditioned;
-    if (verdict.ill_conditioned > 0) {
-      std::printf("ill-conditioned: %s, %d positions, the worst with error %.2e at position %d\n",
-                  reference.name.c_str(), verdict.ill_conditioned, verdict.logits_error, verdict.position);
-    }
-    note_rounding(reference, verdict);
-    if (verdict.logits_error > worst_logits_ || worst_logits_case_.empty()) {
-      worst_logits_ = verdict.logits_error;
-      worst_logits_case_ =
-          reference.name + " position " + std::to_string(verdict.position) + " token " + std::to_string(verdict.token);
-    }
-    if (verdict.delta_error > worst_delta_) {
-      worst_delta_ = verdict.delta_error;
-      worst_delta_case_ = reference.name;
-    }
-    if (!verdict.passed || flags_.verbose) {
-      std::printf("%s %-16s logits %.2e (position %d, token %d), delta %s, greedy %d of %zu%s%s%s%s\n",
-                  verdict.passed ? "passed" : "FAILED", reference.name.c_str(), verdict.logits_error, verdict.position,
-                  verdict.token, verdict.delta_error < 0 ? "-" : formatted("%.2e", verdict.delta_error).c_str(),
-                  verdict.tokens_equal, reference.greedy.size(), verdict.near_tie ? " (near tie)" : "",
-                  rounding_text(verdict).c_str(), verdict.passed ? "" : ": ", verdict.why.c_str());
-    }
-  }
-
-  void note_rounding(const Case& reference, const Verdict& verdict) {
-    counts_.positions += verdict.rows;
-    counts_.rounding_limited += verdict.rounding_limited;
-    counts_.near_tie_rows += verdict.near_tie_rows;
-    if (verdict.near_tie_rows > 0) {
-      std::printf("router near-tie: %s, %d rows, the worst with error %.2e at position %d\n", reference.name.c_str(),
-                  verdict.near_tie_rows, verdict.near_tie_error, verdict.near_tie_position);
-    }
-    if (verdict.yardstick_ratio > worst_ratio_) {
-      worst_ratio_ = verdict.yardstick_ratio;
-      worst_ratio_case_ = reference.name;
-    }
-  }
-
-  [[nodiscard]] std::string rounding_text(const Verdict& verdict) const {
-    if (precision_ != Precision::kBf16) {
-      return "";
-    }
-    return ", " + std::to_string(verdict.rows) + " rows, rounding-limited " + std::to_string(verdict.rounding_limited) +
-           ", near-tie " + std::to_string(verdict.near_tie_rows) +
-           (verdict.yardstick_ratio < 0 ? "" : ", " + formatted("%.2f", verdict.yardstick_ratio) + " x the yardstick");
-  }
-
-  static std::string formatted(const char* format, double value) {
-    char buffer[32];
-    std::snprintf(buffer, sizeof(buffer), format, value);
-    return buffer;
-  }
-
   void compare_bits(const std::map<size_t, Outcome>& together, const std::map<size_t, Outcome>& singly) {
     int different = 0;
     for (const auto& [i, outcome] : together) {
@@ -346,10 +263,9 @@ class Verifier {
           std::memcmp(outcome.logits.data(), alone.logits.data(), outcome.logits.size() * sizeof(float)) == 0;
       if (!equal) {
         ++different;
-        std::printf("FAILED %-16s bits in the batch differ from one at a time\n", folder_.cases[i].name.c_str());
+        report_->fail(folder_.cases[i], "bits in the batch differ from one at a time");
       }
     }
-    counts_.failed += different;
     std::printf("bits: %zu of %zu cases are equal in the batch and one at a time\n", together.size() - different,
                 together.size());
   }
@@ -360,14 +276,9 @@ class Verifier {
   std::optional<Engine> engine_;
   std::optional<YardstickEngines> yardstick_;
   std::set<size_t> chosen_, judged_;
-  std::set<std::string> skipped_names_;
   std::map<std::string, moelora_adapter> adapters_;
   std::map<std::string, std::string> refused_;
-  Counts counts_;
-  double worst_logits_ = 0, worst_delta_ = 0;
-  double worst_ratio_ = -1;  // to the yardstick
-  std::string worst_ratio_case_;
-  std::string worst_logits_case_, worst_delta_case_ = "-";
+  std::optional<VerifyReport> report_;
 };
 
 }  // namespace

@@ -131,15 +131,25 @@ void judge_greedy(const Case& reference, const Outcome& outcome, const Tolerance
 
 // The rows of a case that can be compared, those up to the first difference of greedy tokens.
 struct Bf16Rows {
-  std::vector<double> errors;     // of the engine under test
-  std::vector<double> yardstick;  // of the yardstick; empty without one
+  std::vector<double> errors;                  // of the engine under test
+  std::vector<std::vector<double>> yardstick;  // of the yardstick's runs; empty without one
   std::vector<double> bounds;
   std::vector<bool> excused;  // over their bound by a router near-tie
 
   [[nodiscard]] bool allowed(size_t row) const { return errors[row] <= bounds[row] || excused[row]; }
 };
 
-double median_of(std::vector<double> values) {
+// Of the rows that are not `left_out`; 0 of none.
+double median_of(const std::vector<double>& of_rows, const std::vector<bool>& left_out) {
+  std::vector<double> values;
+  for (size_t row = 0; row < of_rows.size(); ++row) {
+    if (!left_out[row]) {
+      values.push_back(of_rows[row]);
+    }
+  }
+  if (values.empty()) {
+    return 0;
+  }
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
   std::nth_element(values.begin(), middle, values.end());
   return *middle;
@@ -164,7 +174,8 @@ std::string fault_of_sizes(const Evidence& of) {
                 static_cast<double>(rows * vocab));
   }
   const bool fit = yardstick.exact.size() == positions * vocab && yardstick.router_gaps.size() == positions &&
-                   (yardstick.rounded.empty() || yardstick.rounded.size() == positions * vocab);
+                   std::all_of(yardstick.rounded.begin(), yardstick.rounded.end(),
+                               [&](const auto& run) { return run.size() == positions * vocab; });
   return fit ? "" : "the CPU engines gave other rows";
 }
 
@@ -197,17 +208,20 @@ Bf16Rows measure_rows(const Evidence& of, const Tolerances& tolerances) {
   const auto first = static_cast<size_t>(reference.first_position);
   const size_t count = std::min(static_cast<size_t>(num_rows_to_last_token(reference)),
                                 reference.prompt.size() + count_equal_tokens(reference, *of.outcome) - first);
+  const std::vector<std::vector<float>>& runs = of.yardstick->rounded;
   Bf16Rows rows;
+  rows.yardstick.resize(runs.size());
   // Of the kept rows and of those after the prompt, which are farther off, so that these do not widen those' bound.
   double bounds[2] = {tolerances.logits, tolerances.logits};
   const auto is_after = [&](size_t row) { return row >= static_cast<size_t>(reference.rows) ? 1 : 0; };
   for (size_t row = 0; row < count; ++row) {
     const float* theirs = reference_row(of, row);
     rows.errors.push_back(row_error(of.outcome->logits.data() + row * vocab, theirs, vocab).error);
-    if (!of.yardstick->rounded.empty()) {
-      rows.yardstick.push_back(row_error(of.yardstick->rounded.data() + (first + row) * vocab, theirs, vocab).error);
+    for (size_t run = 0; run < runs.size(); ++run) {
+      const double error = row_error(runs[run].data() + (first + row) * vocab, theirs, vocab).error;
+      rows.yardstick[run].push_back(error);
       double& bound = bounds[is_after(row)];
-      bound = std::max(bound, kYardstickFactor * rows.yardstick.back());
+      bound = std::max(bound, kYardstickFactor * error);
     }
   }
   const std::vector<double>& gaps = of.yardstick->router_gaps;
@@ -255,11 +269,14 @@ void judge_rows(const Evidence& of, const Bf16Rows& rows, const Tolerances& tole
   if (rows.yardstick.empty()) {
     return;
   }
-  if (!std::isfinite(*std::max_element(rows.yardstick.begin(), rows.yardstick.end()))) {
-    fail(verdict, "the CPU engine in bf16 has logits that are not finite");
+  double allowed = tolerances.logits;
+  for (const std::vector<double>& run : rows.yardstick) {
+    if (!std::isfinite(*std::max_element(run.begin(), run.end()))) {
+      fail(verdict, "the CPU engine in bf16 has logits that are not finite");
+    }
+    allowed = std::max(allowed, kYardstickFactor * median_of(run, rows.excused));
   }
-  const double median = median_of(rows.errors);
-  const double allowed = std::max(tolerances.logits, kYardstickFactor * median_of(rows.yardstick));
+  const double median = median_of(rows.errors, rows.excused);
   if (!(median <= allowed)) {
     fail(verdict, text("the median row differs by %.2e, at most %.1e is allowed", median, allowed));
   }
@@ -280,10 +297,12 @@ void judge_delta_bf16(const Evidence& own, const Bf16Rows& rows, const Evidence&
     left_out[row] = left_out[row] || base_rows.excused[row];
   }
   double allowed = tolerances.delta;
-  if (!own.yardstick->rounded.empty() && !base.yardstick->rounded.empty()) {
+  const std::vector<std::vector<float>>&runs = own.yardstick->rounded, &base_runs = base.yardstick->rounded;
+  for (size_t run = 0; run < runs.size() && !base_runs.empty(); ++run) {
     const size_t first = static_cast<size_t>(reference.first_position) * static_cast<size_t>(reference.vocab);
-    const Delta yardstick = delta_of(reference, own.yardstick->rounded.data() + first, *base.reference,
-                                     base.yardstick->rounded.data() + first, left_out);
+    const std::vector<float>& of_base = base_runs[run < base_runs.size() ? run : 0];
+    const Delta yardstick =
+        delta_of(reference, runs[run].data() + first, *base.reference, of_base.data() + first, left_out);
     allowed = std::max(allowed, std::min(kDeltaBoundMax, kYardstickFactor * yardstick.error));
   }
   judge_delta(delta_of(reference, own.outcome->logits.data(), *base.reference, base.outcome->logits.data(), left_out),

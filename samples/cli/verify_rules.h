@@ -4,11 +4,12 @@
 //
 // bf16 has more rules, because there a fixed bound says little. The reference models are tiny and random: they amplify
 // the rounding of activations, up to where two right implementations with the same roundings are 0.7 of the largest
-// logit away from fp32 in the same rows. So a case is measured with a yardstick, the CPU engine in bf16, which shares
-// no kernel with the engine under test: the worst row and the delta may be kYardstickFactor times as far from the
-// reference as the yardstick's, and so may the median row, which no single amplified row can widen. And where fp32
-// chooses experts by less than kRouterNearTie, rounding may choose others: a row at or after such a position may exceed
-// its bound, but such rows are counted, and a folder with more than 5 % of them fails.
+// logit away from fp32 in the same rows. So a case is measured with a yardstick, a few runs of the CPU engine in bf16
+// with different roundings (verify_yardstick.h), which shares no kernel with the engine under test: the worst row and
+// the delta may be kYardstickFactor times as far from the reference as in the worst of these runs, and so may the
+// median row, which no single amplified row can widen. And where fp32 chooses experts by less than kRouterNearTie,
+// rounding may choose others: a row at or after such a position may exceed its bound and is then left out of median
+// and delta, but such rows are counted, and a folder with more than 5 % of them fails.
 #pragma once
 
 #include <string>
@@ -71,7 +72,10 @@ constexpr int32_t kNearTieRowsInOneMay = 20;  // one row in so many may be excus
 struct Yardstick {
   std::vector<float> exact;         // [positions, vocab] in fp32: the reference for rows after the prompt
   std::vector<double> router_gaps;  // [positions] of the same engine
-  std::vector<float> rounded;       // [positions, vocab] in bf16; empty: the engine under test is that engine
+  // Runs that round, each [positions, vocab], bf16 with keys and values in bf16 first; empty: the engine under test is
+  // that engine. Run i of an adapter's case and of its base's are of one engine; where the base has no such run, its
+  // first is.
+  std::vector<std::vector<float>> rounded;
 };
 
 // One case as the bf16 rules see it; the outcome's rows go from first_position to the last one that predicts a token.

@@ -5,6 +5,8 @@
 namespace moelora_cli {
 namespace {
 
+constexpr float kScaleChange = 0x1p-9f;
+
 // The user's options hold but for what makes the engine another one; settings of a later place win.
 EngineFlags on_cpu(EngineFlags flags, const std::string& compute, const std::string& kv_dtype,
                    const ReferenceCase& folder) {
@@ -19,7 +21,7 @@ FedEngine::FedEngine(EngineFlags flags, const std::string& compute, const std::s
                      const ReferenceCase& folder)
     : folder_(folder), engine_(on_cpu(std::move(flags), compute, kv_dtype, folder)) {}
 
-std::vector<float> FedEngine::answer(const Case& reference, std::vector<double>* router_gaps) {
+std::vector<float> FedEngine::answer(const Case& reference, float scale, std::vector<double>* router_gaps) {
   std::vector<int32_t> tokens = reference.prompt;
   tokens.insert(tokens.end(), reference.greedy.begin(), reference.greedy.end() - 1);
   moelora_sampling sampling;
@@ -33,7 +35,7 @@ std::vector<float> FedEngine::answer(const Case& reference, std::vector<double>*
     if (!adapters_.contains(name)) {
       adapters_[name] = engine_.load({name, folder_.adapter_dir(name)});
     }
-    request.set_adapter(adapters_[name], 1.0f);
+    request.set_adapter(adapters_[name], scale);
   }
   must(moelora_request_capture_logits, engine_.get(), request.handle(), 0);
   request.submit();
@@ -57,8 +59,17 @@ std::vector<float> FedEngine::answer(const Case& reference, std::vector<double>*
 
 YardstickEngines::YardstickEngines(const EngineFlags& flags, const ReferenceCase& folder, bool with_rounded)
     : folder_(folder), exact_(flags, "exact", "f32", folder) {
-  if (with_rounded) {
-    rounded_.emplace(flags, "bf16", "bf16", folder);
+  if (!with_rounded) {
+    return;
+  }
+  rounded_.emplace_back(flags, "bf16", "bf16", folder);
+  rounded_.emplace_back(flags, "bf16", "f32", folder);
+  rounded_.emplace_back(flags, "exact", "bf16", folder);
+  rounded_model_ = RoundedModel::of(flags.model.empty() ? folder.model_dir() : flags.model);
+  if (rounded_model_) {
+    EngineFlags of_rounded = flags;
+    of_rounded.model = rounded_model_->dir().string();
+    rounded_.emplace_back(of_rounded, "bf16", "bf16", folder);
   }
 }
 
@@ -67,9 +78,13 @@ const Yardstick& YardstickEngines::of(size_t index) {
   Yardstick& yardstick = entry->second;
   if (is_new) {
     const Case& reference = folder_.cases[index];
-    yardstick.exact = exact_.answer(reference, &yardstick.router_gaps);
-    if (rounded_) {
-      yardstick.rounded = rounded_->answer(reference, nullptr);
+    yardstick.exact = exact_.answer(reference, 1, &yardstick.router_gaps);
+    for (FedEngine& engine : rounded_) {
+      yardstick.rounded.push_back(engine.answer(reference, 1, nullptr));
+    }
+    if (!rounded_.empty() && !reference.adapter.empty()) {
+      yardstick.rounded.push_back(rounded_.front().answer(reference, 1 + kScaleChange, nullptr));
+      yardstick.rounded.push_back(rounded_.front().answer(reference, 1 - kScaleChange, nullptr));
     }
   }
   return yardstick;

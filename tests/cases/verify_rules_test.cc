@@ -55,13 +55,13 @@ struct Made {
     reference.logits.assign(yardstick.exact.begin(), yardstick.exact.begin() + kKept * 4);
     reference.greedy.assign(kGreedy, 0);
     reference.greedy_margin.assign(kGreedy, 8.0);
-    yardstick.rounded = yardstick.exact;
+    yardstick.rounded = {yardstick.exact};
     yardstick.router_gaps.assign(kRows, 0.5);
     outcome = {yardstick.exact, reference.greedy};
   }
   void set_error(size_t row, double error) { outcome.logits[4 * row + 2] = 1.0f + 10.0f * static_cast<float>(error); }
-  void set_yardstick(size_t row, double error) {
-    yardstick.rounded[4 * row + 2] = 1.0f + 10.0f * static_cast<float>(error);
+  void set_yardstick(size_t row, double error, size_t run = 0) {
+    yardstick.rounded[run][4 * row + 2] = 1.0f + 10.0f * static_cast<float>(error);
   }
   [[nodiscard]] Evidence evidence() const { return {&reference, &outcome, &yardstick}; }
   [[nodiscard]] Verdict verdict(const Made* base = nullptr) const {
@@ -201,6 +201,47 @@ TEST_CASE("bf16: the yardstick's worst row does not hide that all rows are wrong
   CHECK_FALSE(after.verdict().passed);
 }
 
+TEST_CASE("bf16: of several roundings the worst decides, for rows, median and delta") {
+  Made made;
+  made.yardstick.rounded.push_back(made.yardstick.exact);
+  for (size_t row = 0; row < kRows; ++row) {
+    made.set_error(row, 0.1);
+    made.set_yardstick(row, row < 3 || row + 1 == kRows ? 0.05 : 0.0);  // its worst rows are enough, its median is not
+  }
+  CHECK(made.verdict().why.find("median") == 0);
+  for (size_t row = 0; row < kRows; ++row) {
+    made.set_yardstick(row, 0.034, 1);
+  }
+  CHECK(made.verdict().passed);
+  made.set_error(6, 0.14);
+  CHECK(made.verdict().passed);
+  made.set_error(6, 0.16);
+  CHECK_FALSE(made.verdict().passed);
+  made.yardstick.rounded[1].pop_back();
+  CHECK_FALSE(made.verdict().passed);
+  // Deltas: a run beside the base's of the same engine, and beside the first where the base has none.
+  Made base(2.0f);
+  Made with(12.0f);
+  with.reference.greedy.assign(kGreedy, 3);
+  with.outcome.tokens = with.reference.greedy;
+  const auto set_x = [](std::vector<float>& logits, float x) {
+    for (size_t row = 0; row < kRows; ++row) {
+      logits[4 * row + 3] = x;
+    }
+  };
+  base.yardstick.rounded.push_back(base.yardstick.exact);
+  with.yardstick.rounded.assign(3, with.yardstick.exact);
+  set_x(with.outcome.logits, 12.0f - 1.1f);  // 11 % of the delta
+  set_x(with.yardstick.rounded[1], 12.5f);
+  set_x(base.yardstick.rounded[1], 2.5f);  // moved alike: no error of the delta
+  CHECK_FALSE(with.verdict(&base).passed);
+  set_x(base.yardstick.rounded[1], 2.1f);  // 4 %
+  CHECK(with.verdict(&base).passed);
+  set_x(base.yardstick.rounded[1], 2.5f);
+  set_x(with.yardstick.rounded[2], 12.4f);
+  CHECK(with.verdict(&base).passed);
+}
+
 TEST_CASE("bf16: without a yardstick bounds stay plain") {
   Made made;
   made.set_yardstick(2, 0.05);
@@ -227,6 +268,20 @@ TEST_CASE("bf16: a router near-tie excuses its own row and later ones, and is co
   CHECK(verdict.near_tie_position == 4);
   CHECK(std::abs(verdict.near_tie_error - 0.3) < 1e-6);
   CHECK(verdict.rounding_limited == 0);
+  // Nor do such rows count for the median, here or of the yardstick.
+  for (size_t row = 4; row < kRows; ++row) {
+    made.set_error(row, 0.3);
+  }
+  CHECK(made.verdict().passed);
+  for (size_t row = 0; row < 4; ++row) {
+    made.set_error(row, 0.03);
+  }
+  made.set_yardstick(0, 0.011);
+  for (size_t row = 4; row < kRows; ++row) {
+    made.set_yardstick(row, 0.011);
+  }
+  CHECK_FALSE(made.verdict().passed);
+  CHECK(made.verdict().why.find("median") != std::string::npos);
 }
 
 TEST_CASE("bf16: a lost delta fails, however far off the yardstick is") {
@@ -237,7 +292,7 @@ TEST_CASE("bf16: a lost delta fails, however far off the yardstick is") {
   CHECK(made.verdict(&base).passed);
   CHECK(made.verdict(&base).delta_error < 1e-6);
   // The yardstick loses the whole delta and so allows rows everything; half of the delta is the end for it.
-  made.yardstick.rounded = base.yardstick.exact;
+  made.yardstick.rounded = {base.yardstick.exact};
   made.outcome.logits = base.outcome.logits;
   const Verdict lost = made.verdict(&base);
   CHECK_FALSE(lost.passed);
@@ -246,9 +301,9 @@ TEST_CASE("bf16: a lost delta fails, however far off the yardstick is") {
   // Three times the yardstick's error of 4 %: 11 % pass, 13 % do not.
   for (const auto& [error, passes] : {std::pair{0.11f, true}, std::pair{0.13f, false}}) {
     for (size_t row = 0; row < kRows; ++row) {
-      made.yardstick.rounded[4 * row + 3] = 12.0f - 0.4f;
+      made.yardstick.rounded[0][4 * row + 3] = 12.0f - 0.4f;
       made.outcome.logits[4 * row + 3] = 12.0f - 10.0f * error;
-      made.yardstick.rounded[4 * row] = made.outcome.logits[4 * row] = 10.0f;
+      made.yardstick.rounded[0][4 * row] = made.outcome.logits[4 * row] = 10.0f;
     }
     INFO(error << " " << made.verdict(&base).why);
     CHECK((made.verdict(&base).why.find("delta") == std::string::npos) == passes);
@@ -296,7 +351,8 @@ TEST_CASE("bf16: the CPU engine in fp32 must be right itself") {
   CHECK_FALSE(made.verdict().passed);
   Made other;
   other.yardstick.exact[4 * (kKept + 1) + 3] = 10.5f;
-  other.outcome.logits = other.yardstick.rounded = other.yardstick.exact;
+  other.outcome.logits = other.yardstick.exact;
+  other.yardstick.rounded = {other.yardstick.exact};
   CHECK_FALSE(other.verdict().passed);
   Made short_of_rows;
   short_of_rows.yardstick.router_gaps.pop_back();
