@@ -62,6 +62,15 @@ __device__ __forceinline__ __nv_bfloat162 mxfp4_scale(uint32_t e8m0) {
   return reinterpret_cast<const __nv_bfloat162&>(both);
 }
 
+// The same for the four scales of a word, E <= kMxfp4ScaleMax each: prepared once, then two instructions a scale.
+__device__ __forceinline__ uint32_t mxfp4_prepare_scales(uint32_t word) {
+  return word + 0x7E7E7E7Eu;  // + 126 each, no carry
+}
+__device__ __forceinline__ __nv_bfloat162 mxfp4_prepared_scale(uint32_t prepared, int byte) {
+  const uint32_t both = __byte_perm(prepared, 0, 0x4040 + 0x0101 * byte) << 7;
+  return reinterpret_cast<const __nv_bfloat162&>(both);
+}
+
 // Eight fp32 values as bf16 high parts and the bf16 of what is left: together 16 bits of mantissa.
 struct SplitChunk {
   uint4 high;

@@ -62,12 +62,13 @@ struct WeightRing {
   static constexpr int kStage = RT * Source::kStageBytes;
   static constexpr int kBytes = STAGES * kStage;
   std::byte* memory;
+  std::byte* write;  // the stage that issue() fills next
+  std::byte* read;   // the oldest stage
   ExpertWork work;
   Source source[RT];
   int begin;
   int end;
   int b;
-  int slot = 0;
 
   __device__ __forceinline__ void locate(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
     if (!walk.ended(work)) {
@@ -81,7 +82,7 @@ struct WeightRing {
     if (!walk.ended(work)) {
 #pragma unroll
       for (int i = 0; i < RT; ++i) {
-        source[i].copy(memory + slot * kStage + i * Source::kStageBytes, b);
+        source[i].copy(write + i * Source::kStageBytes, b);
       }
       if (++b == end) {
         b = begin;
@@ -90,43 +91,45 @@ struct WeightRing {
       }
     }
     async_commit();
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    write = after(write);
+  }
+  [[nodiscard]] __device__ __forceinline__ std::byte* after(std::byte* stage) const {
+    return stage == memory + (STAGES - 1) * kStage ? memory : stage + kStage;
   }
 };
 
-// This lane's chunks of block b of its tokens; zeros where there is no token or no input.
+// This lane's chunks of block b of its tokens. Chunks past the last one repeat it: their weights are zeros.
 template <int NT>
 __device__ __forceinline__ void load_tokens(uint4 (&x)[NT][2], const uint4* const (&token)[2], int chunks, int b) {
 #pragma unroll
-  for (int j = 0; j < NT; ++j) {
+  for (int c = 0; c < 2; ++c) {
+    const auto at = static_cast<uint32_t>(min(8 * b + 4 * c + lane_index() % 4, chunks - 1));
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int at = 8 * b + 4 * c + lane_index() % 4;
-      x[j][c] = token[j] != nullptr && at < chunks ? __ldg(token[j] + at) : zero_chunk();
+    for (int j = 0; j < NT; ++j) {
+      x[j][c] = __ldg(token[j] + at);
     }
   }
 }
 
-// One work item's share of this warp. `slot` is the reading end of the ring.
+// One work item's share of this warp.
 template <int NT, class Source, int RT, int STAGES>
 __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGemm& p, const ExpertWalk<RT>& walk,
-                                         WeightRing<Source, RT, STAGES>& ring, int& slot,
-                                         const uint4* const (&token)[2]) {
-  using Ring = WeightRing<Source, RT, STAGES>;
+                                         WeightRing<Source, RT, STAGES>& ring, const uint4* const (&token)[2]) {
   const int chunks = p.k / 8;
   const int begin = ring.begin;
   const int end = ring.end;
   uint4 x[NT][2];
   load_tokens<NT>(x, token, chunks, begin);
+#pragma unroll 2
   for (int b = begin; b < end; ++b) {
     uint4 next_x[NT][2];
-    load_tokens<NT>(next_x, token, chunks, b + 1);  // zeros past k
-    async_wait<STAGES - 2>();                       // the oldest stage is there
-    ring.issue(p, walk);                            // into the stage that was read before it
+    load_tokens<NT>(next_x, token, chunks, b + 1);
+    async_wait<STAGES - 2>();  // the oldest stage is there
+    ring.issue(p, walk);       // into the stage that was read before it
 #pragma unroll
     for (int i = 0; i < RT; ++i) {
       typename Source::Block w;
-      Source::fetch(w, ring.memory + slot * Ring::kStage + i * Source::kStageBytes);
+      Source::fetch(w, ring.read + i * Source::kStageBytes);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         uint4 low;
@@ -138,7 +141,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGem
         }
       }
     }
-    slot = slot + 1 == STAGES ? 0 : slot + 1;
+    ring.read = ring.after(ring.read);
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
       x[j][0] = next_x[j][0];
@@ -350,6 +353,8 @@ __global__ void __launch_bounds__(kExpertThreads + (LORA ? 32 : 0), kDecodeBlock
   }
   Ring ring;
   ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
+  ring.write = ring.memory;
+  ring.read = ring.memory;
   ring.begin = p.k_blocks * warp_index() / kExpertWarps;
   ring.end = p.k_blocks * (warp_index() + 1) / kExpertWarps;
   ring.b = ring.begin;
@@ -361,19 +366,20 @@ __global__ void __launch_bounds__(kExpertThreads + (LORA ? 32 : 0), kDecodeBlock
       ring.issue(p, walk);
     }
   }
-  int slot = 0;
   for (int turn = 0; !walk.ended(work); ++turn) {
     const uint4* token[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+      // Where there is no token, the first one stands in: what that gives reaches its own column alone, and nobody
+      // stores that.
       const int pair = work.pair + 8 * j + lane_index() / 4;
-      token[j] = pair < work.end ? token_row(p, pair) : nullptr;
+      token[j] = token_row(p, pair < work.end ? pair : work.pair);
     }
     float acc[RT][2][4] = {};
     if (work.pair + 8 < work.end) {
-      multiply<2>(acc, p, walk, ring, slot, token);
+      multiply<2>(acc, p, walk, ring, token);
     } else {
-      multiply<1>(acc, p, walk, ring, slot, token);
+      multiply<1>(acc, p, walk, ring, token);
     }
 #pragma unroll
     for (int i = 0; i < RT; ++i) {
