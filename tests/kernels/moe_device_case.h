@@ -14,7 +14,7 @@
 #include "tests/kernels/device_experts.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_adapters.h"
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 #include "tests/support/moe_order.h"
 
