@@ -219,7 +219,8 @@ bool parse(int argc, char** argv, Options& options) {
 int bench_main(int argc, char** argv) {
   Options options;
   if (!parse(argc, argv, options)) {
-    std::fprintf(stderr, "op_bench [--rows N]... [--lora] [--bf16] [--mxfp4] [--threads N] [--layers N] [--rounds N]\n");
+    std::fprintf(stderr, "op_bench [--rows N]... [--lora] [--bf16] [--mxfp4] [--threads N] [--layers N] [--rounds N]"
+                         "\n");
     return 2;
   }
   Stream stream(options.threads, size_t{2} << 20);
