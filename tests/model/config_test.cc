@@ -289,7 +289,7 @@ TEST_CASE("config: generation_config.json") {
 TEST_CASE("config fuzz: damaged files give Error or a usable config") {
   std::mt19937 random(99);
   int refused = 0;
-  for (const char* name : {"qwen3_moe_mixed", "llama3", "qwen2_moe"}) {
+  for (const char* name : {"qwen3_moe_mixed", "llama3", "qwen2_moe", "gpt_oss_mxfp4"}) {
     const std::string good = read_file(case_model(name) + "/config.json");
     for (int round = 0; round < 3000; ++round) {
       std::string text = good;
@@ -311,6 +311,7 @@ TEST_CASE("config fuzz: damaged files give Error or a usable config") {
         const ModelConfig config = parse_model_config(text, "", "fuzz.json");
         REQUIRE(config.inv_freq.size() * 2 == static_cast<size_t>(config.head_dim));
         REQUIRE(config.layer_is_moe.size() == static_cast<size_t>(config.num_layers));
+        REQUIRE(config.layer_window.size() == static_cast<size_t>(config.num_layers));
         REQUIRE(config.num_heads % config.num_kv_heads == 0);
       } catch (const Error& error) {
         REQUIRE(std::string(error.what()).find("fuzz.json") != std::string::npos);
