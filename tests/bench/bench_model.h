@@ -34,7 +34,7 @@ Bytes map_bytes(size_t bytes);
 
 struct BenchLayer {
   Weight q, k, v, o, router;
-  std::vector<const void*> gate, up, down;                       // [E]
+  std::vector<const void*> gate, up, down;                          // [E]
   std::vector<const uint8_t*> gate_scales, up_scales, down_scales;  // [E], MXFP4
 };
 
