@@ -211,7 +211,7 @@ Bf16Rows measure_rows(const Evidence& of, const Tolerances& tolerances) {
   const std::vector<std::vector<float>>& runs = of.yardstick->rounded;
   Bf16Rows rows;
   rows.yardstick.resize(runs.size());
-  // Of the kept rows and of those after the prompt, which are farther off, so that these do not widen those' bound.
+  // Of the kept rows and of those after the prompt, which are farther off: they do not widen the bound of the kept.
   double bounds[2] = {tolerances.logits, tolerances.logits};
   const auto is_after = [&](size_t row) { return row >= static_cast<size_t>(reference.rows) ? 1 : 0; };
   for (size_t row = 0; row < count; ++row) {
@@ -224,6 +224,7 @@ Bf16Rows measure_rows(const Evidence& of, const Tolerances& tolerances) {
       bound = std::max(bound, kYardstickFactor * error);
     }
   }
+  bounds[1] = std::max(bounds[1], bounds[0]);
   const std::vector<double>& gaps = of.yardstick->router_gaps;
   double gap = INFINITY;  // the smallest so far
   for (size_t position = 0; position < first + count; ++position) {
