@@ -95,9 +95,10 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 // Keeps the compiler from moving uses of accumulators across a wait.
+template <int TOKENS>
 __device__ __forceinline__ void wgmma_hold(float (&d)[kWgmmaAccumulators]) {
 #pragma unroll
-  for (int i = 0; i < kWgmmaAccumulators; ++i) {
+  for (int i = 0; i < TOKENS / 2; ++i) {
     asm volatile("" : "+f"(d[i])::"memory");
   }
 }

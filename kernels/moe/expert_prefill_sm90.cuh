@@ -25,6 +25,7 @@ constexpr int kFillRegisters = 96;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
 constexpr int kTokens = kWgmmaMaxTokens;   // largest token tile
+constexpr int kWidthStep = 32;
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kTokens * 128;
@@ -276,27 +277,23 @@ __device__ __forceinline__ void multiply(Accumulators& acc, const WeightPipe<Sou
                                          Shared& shared, uint32_t stages) {
   uint32_t even[16];
   uint32_t odd[16];
+#pragma unroll
+  for (int i = 0; i < WIDTH / 2; ++i) {
+    acc[i] = 0.0f;
+  }
   weights.fetch(even, 0, k_blocks);
-  for (int b = 0; b < k_blocks; b += 2) {
+  int b = 0;
+  for (; b + 1 < k_blocks; b += 2) {
     multiply_block<WIDTH>(acc, even, odd, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
-    if (b + 1 < k_blocks) {
-      multiply_block<WIDTH>(acc, odd, even, weights, b + 1, k_blocks, n + static_cast<uint32_t>(b + 1), shared, stages);
-    }
+    multiply_block<WIDTH>(acc, odd, even, weights, b + 1, k_blocks, n + static_cast<uint32_t>(b + 1), shared, stages);
+  }
+  if (b < k_blocks) {
+    multiply_block<WIDTH>(acc, even, odd, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
   }
   wgmma_wait<0>();
-  wgmma_hold(acc);
+  wgmma_hold<WIDTH>(acc);
   if (threadIdx.x % 32 == 0) {
     mbarrier_arrive(&shared.empty[stage_of(n + static_cast<uint32_t>(k_blocks) - 1)]);
-  }
-}
-
-template <int WIDTH, class Source>
-__device__ __forceinline__ void multiply_width(int width, Accumulators& acc, const WeightPipe<Source>& weights,
-                                               int k_blocks, uint32_t n, Shared& shared, uint32_t stages) {
-  if (width <= WIDTH) {
-    multiply<WIDTH>(acc, weights, k_blocks, n, shared, stages);
-  } else if constexpr (WIDTH < kTokens) {
-    multiply_width<WIDTH + 16>(width, acc, weights, k_blocks, n, shared, stages);
   }
 }
 
@@ -304,7 +301,7 @@ __device__ __forceinline__ void multiply_width(int width, Accumulators& acc, con
 
 // What one module of one adapter adds to a warp's 16 rows of tokens [first, last] of the tile. LOW: rows 0-7 are
 // outputs n_low .. n_low + 7 of the module, else they are not of it; HIGH likewise.
-template <bool LOW, bool HIGH>
+template <int WIDTH, bool LOW, bool HIGH>
 __device__ __forceinline__ void add_module(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens, int pair,
                                            int slot, const ResolvedLora& record, int n_low, int n_high, int index,
                                            int num_modules, int first, int last) {
@@ -329,7 +326,7 @@ __device__ __forceinline__ void add_module(Accumulators& acc, const ExpertGemm& 
       }
     }
 #pragma unroll
-    for (int batch = 0; batch < kTokens / 8; batch += kBatch) {
+    for (int batch = 0; batch < WIDTH / 8; batch += kBatch) {
       if (8 * batch > last || 8 * (batch + kBatch) <= first) {
         continue;
       }
@@ -372,6 +369,7 @@ __device__ __forceinline__ void add_module(Accumulators& acc, const ExpertGemm& 
 }
 
 // scale times lora_B.bias, likewise.
+template <int WIDTH>
 __device__ __forceinline__ void add_module_bias(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens,
                                                 int slot, const ResolvedLora& record, int n_low, int n_high, int first,
                                                 int last) {
@@ -384,7 +382,7 @@ __device__ __forceinline__ void add_module_bias(Accumulators& acc, const ExpertG
   const float low = n_low >= 0 && n_low + g < p.rows ? load(n_low + g) : 0.0f;
   const float high = n_high >= 0 && n_high + g < p.rows ? load(n_high + g) : 0.0f;
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
+  for (int j = 0; j < WIDTH / 8; ++j) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = 8 * j + lane_index() % 4 * 2 + i;
@@ -398,7 +396,7 @@ __device__ __forceinline__ void add_module_bias(Accumulators& acc, const ExpertG
 }
 
 // Adapter by adapter, ascending. By whole warps.
-template <bool GATE_UP>
+template <bool GATE_UP, int WIDTH>
 __device__ __forceinline__ void add_adapters(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens,
                                              const Work& work, int tile) {
   int slot = 0;
@@ -422,30 +420,30 @@ __device__ __forceinline__ void add_adapters(Accumulators& acc, const ExpertGemm
     }
     first = __reduce_min_sync(0xffffffffu, first);
     last = __reduce_max_sync(0xffffffffu, last);
-    const auto record_of = [&](ExpertModule module) {
+    const auto record_of = [&](ExpertModule module) -> const ResolvedLora& {
       return *p.lora.table.resolved_expert(slot, p.lora.layer, work.expert, module);
     };
     if constexpr (GATE_UP) {
-      const ResolvedLora gate = record_of(ExpertModule::kGate);
-      const ResolvedLora up = record_of(ExpertModule::kUp);
+      const ResolvedLora& gate = record_of(ExpertModule::kGate);
+      const ResolvedLora& up = record_of(ExpertModule::kUp);
       if (gate.rank > 0) {
-        add_module<true, false>(acc, p, tokens, work.pair, slot, gate, 8 * tile, -1, 0, 2, first, last);
+        add_module<WIDTH, true, false>(acc, p, tokens, work.pair, slot, gate, 8 * tile, -1, 0, 2, first, last);
         if (gate.bias >= 0) {
-          add_module_bias(acc, p, tokens, slot, gate, 8 * tile, -1, first, last);
+          add_module_bias<WIDTH>(acc, p, tokens, slot, gate, 8 * tile, -1, first, last);
         }
       }
       if (up.rank > 0) {
-        add_module<false, true>(acc, p, tokens, work.pair, slot, up, -1, 8 * tile, 1, 2, first, last);
+        add_module<WIDTH, false, true>(acc, p, tokens, work.pair, slot, up, -1, 8 * tile, 1, 2, first, last);
         if (up.bias >= 0) {
-          add_module_bias(acc, p, tokens, slot, up, -1, 8 * tile, first, last);
+          add_module_bias<WIDTH>(acc, p, tokens, slot, up, -1, 8 * tile, first, last);
         }
       }
     } else {
-      const ResolvedLora down = record_of(ExpertModule::kDown);
+      const ResolvedLora& down = record_of(ExpertModule::kDown);
       if (down.rank > 0) {
-        add_module<true, true>(acc, p, tokens, work.pair, slot, down, 16 * tile, 16 * tile + 8, 0, 1, first, last);
+        add_module<WIDTH, true, true>(acc, p, tokens, work.pair, slot, down, 16 * tile, 16 * tile + 8, 0, 1, first, last);
         if (down.bias >= 0) {
-          add_module_bias(acc, p, tokens, slot, down, 16 * tile, 16 * tile + 8, first, last);
+          add_module_bias<WIDTH>(acc, p, tokens, slot, down, 16 * tile, 16 * tile + 8, first, last);
         }
       }
     }
@@ -492,7 +490,7 @@ __device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& wor
 }
 
 // Bias, activation and store.
-template <bool GATE_UP>
+template <bool GATE_UP, int WIDTH>
 __device__ __forceinline__ void store_tile(const Accumulators& acc, const ExpertGemm& p, const Work& work, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile;
   const int n_high = GATE_UP ? n_low : n_low + 8;
@@ -502,7 +500,7 @@ __device__ __forceinline__ void store_tile(const Accumulators& acc, const Expert
   const float high_bias = p.high_bias != nullptr && n_high + g < p.rows ? __ldg(p.high_bias + bias + n_high + g) : 0.0f;
   const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
+  for (int j = 0; j < WIDTH / 8; ++j) {
     if (8 * j >= work.count) {
       continue;
     }
@@ -524,31 +522,31 @@ __device__ __forceinline__ void store_tile(const Accumulators& acc, const Expert
 }
 
 template <bool GATE_UP, class Source>
-__device__ __forceinline__ void multiply_all(const ExpertGemm& p, int active, int row_blocks, Shared& shared,
-                                             std::byte* token_stages, std::byte* weight_stages) {
-  const int items = shared.tiles.begin[active] * row_blocks;
-  const uint32_t stages = shared_address(token_stages);
+struct Multiplier {
+  const ExpertGemm& p;
+  Shared& shared;
+  uint32_t stages;  // of tokens
+  int active;
+  int row_blocks;
   WeightPipe<Source> weights;
-  weights.stages = weight_stages + warp_index() * kWeightStages * Source::kStageBytes;
-  int item = static_cast<int>(blockIdx.x);
-  if (item >= items) {
-    return;
-  }
-  const auto begin = [&](const Work& work) {
+  int item = 0;
+  uint32_t n = 0;    // blocks of tokens used
+  uint32_t nth = 0;  // items done
+
+  __device__ __forceinline__ void begin(const Work& work) {
     weights.source.locate(p, work.expert, min(work.row_block * kRowTiles + warp_index(), p.row_tiles - 1));
     weights.begin(p.k_blocks);
-  };
-  Work work = find_tile(p, shared.tiles, active, row_blocks, item);
-  begin(work);
-  uint32_t n = 0;
-  uint32_t nth = 0;
-  while (true) {
-    Accumulators acc;
-#pragma unroll
-    for (int i = 0; i < kWgmmaAccumulators; ++i) {
-      acc[i] = 0.0f;
+  }
+  // One item of a width; its accumulators are no wider, and no other width shares them.
+  template <int WIDTH>
+  __device__ __forceinline__ void run(Work& work, int items) {
+    if constexpr (WIDTH < kTokens) {
+      if (work.width > WIDTH) {
+        return run<WIDTH + kWidthStep>(work, items);
+      }
     }
-    multiply_width<16>(work.width, acc, weights, p.k_blocks, n, shared, stages);
+    Accumulators acc;
+    multiply<WIDTH>(acc, weights, p.k_blocks, n, shared, stages);
     n += static_cast<uint32_t>(p.k_blocks);
     const Work done = work;
     item += static_cast<int>(gridDim.x);
@@ -559,21 +557,30 @@ __device__ __forceinline__ void multiply_all(const ExpertGemm& p, int active, in
     const int tile = done.row_block * kRowTiles + warp_index();
     if (tile < p.row_tiles) {
       if (p.lora.row_slot != nullptr) {
-        add_adapters<GATE_UP>(acc, p, shared.tokens[nth % 2], done, tile);
+        add_adapters<GATE_UP, WIDTH>(acc, p, shared.tokens[nth % 2], done, tile);
       }
-      store_tile<GATE_UP>(acc, p, done, tile);
-    }
-    __syncwarp();  // all lanes have read the tokens' adapters
-    if (lane_index() == 0) {
-      mbarrier_arrive(&shared.tokens_empty[nth % 2]);
-    }
-    ++nth;
-    if (item >= items) {
-      break;
+      store_tile<GATE_UP, WIDTH>(acc, p, done, tile);
     }
   }
-  async_wait<0>();
-}
+  __device__ __forceinline__ void run_all() {
+    const int items = shared.tiles.begin[active] * row_blocks;
+    item = static_cast<int>(blockIdx.x);
+    if (item >= items) {
+      return;
+    }
+    Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+    begin(work);
+    while (item < items) {
+      run<kWidthStep>(work, items);
+      __syncwarp();  // all lanes have read the tokens' adapters
+      if (lane_index() == 0) {
+        mbarrier_arrive(&shared.tokens_empty[nth % 2]);
+      }
+      ++nth;
+    }
+    async_wait<0>();
+  }
+};
 
 template <class Source>
 constexpr int shared_bytes() {
@@ -600,8 +607,10 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
   const int active = count_tiles<kTokens>(p, shared.tiles);  // its barrier makes the mbarriers known, too
   if (threadIdx.x < kMultiplyThreads) {
     take_registers<kMultiplyRegisters>();
-    multiply_all<GATE_UP, Source>(p, active, row_blocks, shared, token_stages,
-                                  token_stages + kTokenStages * kTokenStageBytes);
+    Multiplier<GATE_UP, Source> multiplier{p, shared, shared_address(token_stages), active, row_blocks, {}};
+    multiplier.weights.stages = token_stages + kTokenStages * kTokenStageBytes +
+                                warp_index() * kWeightStages * Source::kStageBytes;
+    multiplier.run_all();
   } else {
     give_registers<kFillRegisters>();
     fill_all(p, active, row_blocks, shared, token_stages);
