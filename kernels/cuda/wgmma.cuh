@@ -20,9 +20,6 @@
 
 namespace moelora {
 
-constexpr int kWgmmaMaxTokens = 256;
-constexpr int kWgmmaAccumulators = kWgmmaMaxTokens / 2;  // a thread
-
 // --- mbarriers.
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
@@ -95,10 +92,10 @@ __device__ __forceinline__ void wgmma_wait() {
 #endif
 }
 // Keeps the compiler from moving uses of accumulators across a wait.
-template <int TOKENS>
-__device__ __forceinline__ void wgmma_hold(float (&d)[kWgmmaAccumulators]) {
+template <int COUNT>
+__device__ __forceinline__ void wgmma_hold(float (&d)[COUNT]) {
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i) {
+  for (int i = 0; i < COUNT; ++i) {
     asm volatile("" : "+f"(d[i])::"memory");
   }
 }
@@ -111,77 +108,40 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   return kSwizzle128 | kBetweenEightRows | kUnused | (address >> 4 & 0x3FFFu);
 }
 
-// d += A[64 x 16] B[16 x TOKENS], TOKENS a multiple of 16; accumulators beyond TOKENS / 2 are left alone.
+// d += A[64 x 16] B[16 x TOKENS], of TOKENS / 2 accumulators a thread.
 template <int TOKENS>
-__device__ __forceinline__ void wgmma_m64k16(float (&d)[kWgmmaAccumulators], const uint32_t* a, uint64_t b);
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint32_t* a, uint64_t b);
 
 // clang-format off
-#define MOELORA_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
-                      "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MOELORA_D16 MOELORA_D8(0)
-#define MOELORA_D32 MOELORA_D16, MOELORA_D8(8)
-#define MOELORA_D48 MOELORA_D32, MOELORA_D8(16)
-#define MOELORA_D64 MOELORA_D48, MOELORA_D8(24)
-#define MOELORA_D80 MOELORA_D64, MOELORA_D8(32)
-#define MOELORA_D96 MOELORA_D80, MOELORA_D8(40)
-#define MOELORA_D112 MOELORA_D96, MOELORA_D8(48)
-#define MOELORA_D128 MOELORA_D112, MOELORA_D8(56)
-#define MOELORA_D144 MOELORA_D128, MOELORA_D8(64)
-#define MOELORA_D160 MOELORA_D144, MOELORA_D8(72)
-#define MOELORA_D176 MOELORA_D160, MOELORA_D8(80)
-#define MOELORA_D192 MOELORA_D176, MOELORA_D8(88)
-#define MOELORA_D208 MOELORA_D192, MOELORA_D8(96)
-#define MOELORA_D224 MOELORA_D208, MOELORA_D8(104)
-#define MOELORA_D240 MOELORA_D224, MOELORA_D8(112)
-#define MOELORA_D256 MOELORA_D240, MOELORA_D8(120)
-#define MOELORA_R16 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define MOELORA_R32 MOELORA_R16 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define MOELORA_R48 MOELORA_R32 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define MOELORA_R64 MOELORA_R48 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define MOELORA_R80 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define MOELORA_R96 MOELORA_R80 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define MOELORA_R112 MOELORA_R96 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define MOELORA_R128 MOELORA_R112 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define MOELORA_R144 MOELORA_R128 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define MOELORA_R160 MOELORA_R144 ",%72,%73,%74,%75,%76,%77,%78,%79"
-#define MOELORA_R176 MOELORA_R160 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define MOELORA_R192 MOELORA_R176 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define MOELORA_R208 MOELORA_R192 ",%96,%97,%98,%99,%100,%101,%102,%103"
-#define MOELORA_R224 MOELORA_R208 ",%104,%105,%106,%107,%108,%109,%110,%111"
-#define MOELORA_R240 MOELORA_R224 ",%112,%113,%114,%115,%116,%117,%118,%119"
-#define MOELORA_R256 MOELORA_R240 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define MOELORA_D16(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+                       "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]),          \
+                       "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define MOELORA_D32 MOELORA_D16(0)
+#define MOELORA_D64 MOELORA_D32, MOELORA_D16(16)
+#define MOELORA_D128 MOELORA_D64, MOELORA_D16(32), MOELORA_D16(48)
+#define MOELORA_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define MOELORA_R64 MOELORA_R32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define MOELORA_R128 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
+                     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 // Operands after the accumulators: four registers of A, the descriptor of B.
 #ifdef MOELORA_SM90A
-#define MOELORA_WGMMA(n, a0, a1, a2, a3, b0)                                                                  \
-  template <>                                                                                                 \
-  __device__ __forceinline__ void wgmma_m64k16<n>(float (&d)[kWgmmaAccumulators], const uint32_t* a, uint64_t b) { \
-    asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;"                                                    \
-                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOELORA_R##n "}, "              \
-                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b0 ", add, 1, 1, 0;}"                            \
-                 : MOELORA_D##n                                                                               \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                       \
+#define MOELORA_WGMMA(n, a0, a1, a2, a3, b0)                                                          \
+  template <>                                                                                         \
+  __device__ __forceinline__ void wgmma_m64k16<n>(float (&d)[n / 2], const uint32_t* a, uint64_t b) { \
+    asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;"                                            \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOELORA_R##n "}, "      \
+                 "{%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b0 ", add, 1, 1, 0;}"                    \
+                 : MOELORA_D##n                                                                       \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                               \
   }
 #else
 #define MOELORA_WGMMA(n, a0, a1, a2, a3, b0) \
   template <>                                \
-  __device__ __forceinline__ void wgmma_m64k16<n>(float (&)[kWgmmaAccumulators], const uint32_t*, uint64_t) {}
+  __device__ __forceinline__ void wgmma_m64k16<n>(float (&)[n / 2], const uint32_t*, uint64_t) {}
 #endif
-MOELORA_WGMMA(16, 8, 9, 10, 11, 12)
 MOELORA_WGMMA(32, 16, 17, 18, 19, 20)
-MOELORA_WGMMA(48, 24, 25, 26, 27, 28)
 MOELORA_WGMMA(64, 32, 33, 34, 35, 36)
-MOELORA_WGMMA(80, 40, 41, 42, 43, 44)
-MOELORA_WGMMA(96, 48, 49, 50, 51, 52)
-MOELORA_WGMMA(112, 56, 57, 58, 59, 60)
 MOELORA_WGMMA(128, 64, 65, 66, 67, 68)
-MOELORA_WGMMA(144, 72, 73, 74, 75, 76)
-MOELORA_WGMMA(160, 80, 81, 82, 83, 84)
-MOELORA_WGMMA(176, 88, 89, 90, 91, 92)
-MOELORA_WGMMA(192, 96, 97, 98, 99, 100)
-MOELORA_WGMMA(208, 104, 105, 106, 107, 108)
-MOELORA_WGMMA(224, 112, 113, 114, 115, 116)
-MOELORA_WGMMA(240, 120, 121, 122, 123, 124)
-MOELORA_WGMMA(256, 128, 129, 130, 131, 132)
 #undef MOELORA_WGMMA
 // clang-format on
 

@@ -3,7 +3,7 @@
 // to 256 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
 // MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
 // own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
-// expert's tokens are cut into tiles of equal size, a multiple of 16, so that experts of a few more than 256 tokens do
+// expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 256 tokens do
 // not pay for 512. The order of k is that of kernels/cuda/mma_tile.cuh: step (c, h) of a block takes words 2h and 2h +
 // 1 of chunks 4c .. 4c + 3. In shared memory a token's 16-byte piece 4c + w therefore holds words w of these four
 // chunks. Limited by the tensor cores and by reading tokens and weights from L2.
@@ -24,8 +24,8 @@ constexpr int kMultiplyRegisters = 208;  // a thread
 constexpr int kFillRegisters = 96;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kTokens = kWgmmaMaxTokens;   // largest token tile
-constexpr int kWidthStep = 32;
+constexpr int kTokens = 256;     // largest token tile
+constexpr int kWidthStep = 32;   // widths of tiles are its multiples
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kTokens * 128;
@@ -52,20 +52,20 @@ struct Work {
   int row_block;
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
-  int width;  // count rounded up to 16
+  int width;  // count rounded up to kWidthStep
 };
 
 __device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
                                           int item) {
   const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
   const int pairs = found.end - found.begin;
-  const int size = ((pairs + found.token_tiles - 1) / found.token_tiles + 15) / 16 * 16;
+  const int size = ((pairs + found.token_tiles - 1) / found.token_tiles + kWidthStep - 1) / kWidthStep * kWidthStep;
   Work work;
   work.expert = found.expert;
   work.row_block = found.row_block;
   work.pair = found.begin + found.token_tile * size;
   work.count = min(found.end - work.pair, size);
-  work.width = (work.count + 15) / 16 * 16;
+  work.width = (work.count + kWidthStep - 1) / kWidthStep * kWidthStep;
   return work;
 }
 
@@ -249,21 +249,53 @@ struct WeightPipe {
   }
 };
 
-using Accumulators = float[kWgmmaAccumulators];
+// The accumulators of a tile: of 128, 64, 32 and 32 tokens, of which a tile uses those that add up to its width. With
+// one product of fixed width each, they all have their registers to themselves; products of many widths on the same
+// registers would be run one after the other.
+struct Accumulators {
+  float part0[64];
+  float part1[32];
+  float part2[16];
+  float part3[16];
+};
+// First tokens of the parts, -1 = not used.
+struct Parts {
+  int begin0, begin1, begin2, begin3;
+  __device__ __forceinline__ explicit Parts(int width) {
+    begin0 = width >= 128 ? 0 : -1;
+    int at = width >= 128 ? 128 : 0;
+    begin1 = width - at >= 64 ? at : -1;
+    at += width - at >= 64 ? 64 : 0;
+    begin2 = width - at >= 32 ? at : -1;
+    at += 32;
+    begin3 = width - at >= 32 ? at : -1;
+  }
+};
+
+template <int TOKENS>
+__device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[16], uint64_t tokens,
+                                              int begin) {
+  if (begin >= 0) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      wgmma_m64k16<TOKENS>(acc, a + 4 * step, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
+    }
+  }
+}
 
 // Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
-template <int WIDTH, class Source>
+template <class Source>
 __device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t (&now)[16], uint32_t (&next)[16],
-                                               const WeightPipe<Source>& weights, int b, int k_blocks, uint32_t n,
-                                               Shared& shared, uint32_t stages) {
+                                               const Parts& parts, const WeightPipe<Source>& weights, int b,
+                                               int k_blocks, uint32_t n, Shared& shared, uint32_t stages) {
   const int stage = stage_of(n);
   mbarrier_wait(&shared.full[stage], parity_of(n));
   const uint64_t tokens = wgmma_descriptor(stages + static_cast<uint32_t>(stage * kTokenStageBytes));
-  wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < 4; ++step) {
-    wgmma_m64k16<WIDTH>(acc, now + 4 * step, tokens + static_cast<uint64_t>(2 * step));
-  }
+  multiply_part<128>(acc.part0, now, tokens, parts.begin0);
+  multiply_part<64>(acc.part1, now, tokens, parts.begin1);
+  multiply_part<32>(acc.part2, now, tokens, parts.begin2);
+  multiply_part<32>(acc.part3, now, tokens, parts.begin3);
   wgmma_commit();
   wgmma_wait<1>();  // the block before has left its registers and its stage
   if (b > 0 && threadIdx.x % 32 == 0) {
@@ -272,180 +304,201 @@ __device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t
   weights.fetch(next, b + 1, k_blocks);
 }
 
-template <int WIDTH, class Source>
-__device__ __forceinline__ void multiply(Accumulators& acc, const WeightPipe<Source>& weights, int k_blocks, uint32_t n,
-                                         Shared& shared, uint32_t stages) {
+template <class Source>
+__device__ __forceinline__ void multiply(Accumulators& acc, const Parts& parts, const WeightPipe<Source>& weights,
+                                         int k_blocks, uint32_t n, Shared& shared, uint32_t stages) {
   uint32_t even[16];
   uint32_t odd[16];
-#pragma unroll
-  for (int i = 0; i < WIDTH / 2; ++i) {
-    acc[i] = 0.0f;
-  }
   weights.fetch(even, 0, k_blocks);
   int b = 0;
   for (; b + 1 < k_blocks; b += 2) {
-    multiply_block<WIDTH>(acc, even, odd, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
-    multiply_block<WIDTH>(acc, odd, even, weights, b + 1, k_blocks, n + static_cast<uint32_t>(b + 1), shared, stages);
+    multiply_block(acc, even, odd, parts, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block(acc, odd, even, parts, weights, b + 1, k_blocks, n + static_cast<uint32_t>(b + 1), shared, stages);
   }
   if (b < k_blocks) {
-    multiply_block<WIDTH>(acc, even, odd, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block(acc, even, odd, parts, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
   }
   wgmma_wait<0>();
-  wgmma_hold<WIDTH>(acc);
+  wgmma_hold(acc.part0);
+  wgmma_hold(acc.part1);
+  wgmma_hold(acc.part2);
+  wgmma_hold(acc.part3);
   if (threadIdx.x % 32 == 0) {
     mbarrier_arrive(&shared.empty[stage_of(n + static_cast<uint32_t>(k_blocks) - 1)]);
   }
 }
 
+template <class Function>
+__device__ __forceinline__ void for_each_part(Accumulators& acc, const Parts& parts, const Function& function) {
+  if (parts.begin0 >= 0) {
+    function(acc.part0, parts.begin0);
+  }
+  if (parts.begin1 >= 0) {
+    function(acc.part1, parts.begin1);
+  }
+  if (parts.begin2 >= 0) {
+    function(acc.part2, parts.begin2);
+  }
+  if (parts.begin3 >= 0) {
+    function(acc.part3, parts.begin3);
+  }
+}
+
 // --- Adapters.
 
-// What one module of one adapter adds to a warp's 16 rows of tokens [first, last] of the tile. LOW: rows 0-7 are
-// outputs n_low .. n_low + 7 of the module, else they are not of it; HIGH likewise.
-template <int WIDTH, bool LOW, bool HIGH>
-__device__ __forceinline__ void add_module(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens, int pair,
-                                           int slot, const ResolvedLora& record, int n_low, int n_high, int index,
-                                           int num_modules, int first, int last) {
-  constexpr int kBatch = 4;  // groups of 8 tokens whose values are loaded together
-  const int g = lane_index() / 4;
-  const int t = lane_index() % 4;
-  const int panels = (record.rank + kTileRanks - 1) / kTileRanks;
-  for (int p0 = 0; p0 < panels; p0 += 4) {
-    const int panel = p0 + t;
-    uint4 low = zero_chunk();
-    uint4 high = zero_chunk();
-    if (panel < panels) {
-      if constexpr (LOW) {
-        low = *reinterpret_cast<const uint4*>(
-            p.lora.table.resolved_granule(slot, record.b, record.b_pages, n_low / kTileColumns * panels + panel) +
-            n_low % kTileColumns / 8 * 128 + g * 16);
-      }
-      if constexpr (HIGH) {
-        high = *reinterpret_cast<const uint4*>(
-            p.lora.table.resolved_granule(slot, record.b, record.b_pages, n_high / kTileColumns * panels + panel) +
-            n_high % kTileColumns / 8 * 128 + g * 16);
-      }
+// One module of one adapter, the tokens of the tile that use it, and the outputs of a warp's rows 0-7 and 8-15 (-1 =
+// those rows are not of this module).
+struct TileAdapter {
+  const ResolvedLora* record;
+  int slot;
+  int first;  // all of its tokens are in [first, last]
+  int last;
+  int index;  // of the module in the shrunk values
+  int n_low;
+  int n_high;
+
+  __device__ __forceinline__ bool has(const TileTokens& tokens, int token) const {
+    return token >= first && token <= last && tokens.slot[token] == slot;
+  }
+};
+
+__device__ __forceinline__ uint4 load_b(const ExpertGemm& p, const TileAdapter& adapter, int panels, int panel, int n) {
+  if (panel >= panels || n < 0) {
+    return zero_chunk();
+  }
+  const ResolvedLora& record = *adapter.record;
+  const std::byte* tile = p.lora.table.resolved_granule(adapter.slot, record.b, record.b_pages,
+                                                        n / kTileColumns * panels + panel);
+  return *reinterpret_cast<const uint4*>(tile + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16);
+}
+
+// acc += what 32 ranks, this lane's panel of 8 of them and the others of its quad, add to a part; low and high are B.
+template <int MODULES, int COUNT>
+__device__ __forceinline__ void expand_part(float (&acc)[COUNT], const ExpertGemm& p, const TileTokens& tokens,
+                                            const TileAdapter& adapter, int pair, int begin, const uint4& low,
+                                            const uint4& high, int panel, bool present) {
+  constexpr int kBatch = 2;  // groups of 8 tokens whose values are loaded together
+#pragma unroll
+  for (int batch = 0; batch < COUNT / 4; batch += kBatch) {
+    const int at = begin + 8 * batch;
+    if (at > adapter.last || at + 8 * kBatch <= adapter.first) {
+      continue;
+    }
+    float4 values[kBatch][2];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int token = at + 8 * j + lane_index() / 4;
+      const int64_t row = static_cast<int64_t>(pair + token) * MODULES + adapter.index;
+      const auto* from = reinterpret_cast<const float4*>(p.lora.shrunk + row * p.lora.rank_stride + 8 * panel);
+      const bool own = present && adapter.has(tokens, token);
+      values[j][0] = own ? from[0] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      values[j][1] = own ? from[1] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
-    for (int batch = 0; batch < WIDTH / 8; batch += kBatch) {
-      if (8 * batch > last || 8 * (batch + kBatch) <= first) {
-        continue;
-      }
-      float values[kBatch][8];
+    for (int j = 0; j < kBatch; ++j) {
+      const SplitChunk s = split_chunk(&values[j][0].x);
+      float delta[4] = {};
+      mma_chunk(delta, low, high, s.high);
+      mma_chunk(delta, low, high, s.low);
 #pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const int token = 8 * (batch + j) + g;
-        const bool own = panel < panels && token >= first && token <= last && tokens.slot[token] == slot;
-        const int64_t at = (static_cast<int64_t>(pair + token) * num_modules + index) * p.lora.rank_stride + 8 * panel;
-        const auto* from = reinterpret_cast<const float4*>(p.lora.shrunk + at);
-        const float4 a = own ? from[0] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        const float4 b = own ? from[1] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        values[j][0] = a.x;
-        values[j][1] = a.y;
-        values[j][2] = a.z;
-        values[j][3] = a.w;
-        values[j][4] = b.x;
-        values[j][5] = b.y;
-        values[j][6] = b.z;
-        values[j][7] = b.w;
-      }
-#pragma unroll
-      for (int j = 0; j < kBatch; ++j) {
-        const SplitChunk s = split_chunk(values[j]);
-        float delta[4] = {};
-        mma_chunk(delta, low, high, s.high);
-        mma_chunk(delta, low, high, s.low);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int token = 8 * (batch + j) + 2 * t + i;
-          // By selection: neither an adapter's infinities nor a zero times them get into another token.
-          if (token >= first && token <= last && tokens.slot[token] == slot) {
-            acc[4 * (batch + j) + i] += delta[i];
-            acc[4 * (batch + j) + 2 + i] += delta[2 + i];
-          }
+      for (int i = 0; i < 2; ++i) {
+        // By selection: neither an adapter's infinities nor a zero times them get into another token.
+        if (adapter.has(tokens, at + 8 * j + lane_index() % 4 * 2 + i)) {
+          acc[4 * (batch + j) + i] += delta[i];
+          acc[4 * (batch + j) + 2 + i] += delta[2 + i];
         }
       }
     }
   }
 }
 
-// scale times lora_B.bias, likewise.
-template <int WIDTH>
-__device__ __forceinline__ void add_module_bias(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens,
-                                                int slot, const ResolvedLora& record, int n_low, int n_high, int first,
-                                                int last) {
+// lora_B.bias of output n, 0 if there is no such output.
+__device__ __forceinline__ float load_lora_bias(const ExpertGemm& p, const TileAdapter& adapter, int n_first) {
   constexpr int kPerGranule = kGranuleBytes / sizeof(float);
-  const auto load = [&](int n) {
-    const std::byte* granule = p.lora.table.granule(slot, record.bias + n / kPerGranule);
-    return reinterpret_cast<const float*>(granule)[n % kPerGranule];
-  };
-  const int g = lane_index() / 4;
-  const float low = n_low >= 0 && n_low + g < p.rows ? load(n_low + g) : 0.0f;
-  const float high = n_high >= 0 && n_high + g < p.rows ? load(n_high + g) : 0.0f;
+  const int n = n_first + lane_index() / 4;
+  if (n_first < 0 || n >= p.rows) {
+    return 0.0f;
+  }
+  const std::byte* granule = p.lora.table.granule(adapter.slot, adapter.record->bias + n / kPerGranule);
+  return reinterpret_cast<const float*>(granule)[n % kPerGranule];
+}
+
+template <int MODULES>
+__device__ __forceinline__ void add_module(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
+                                           const TileTokens& tokens, const TileAdapter& adapter, int pair) {
+  const int panels = (adapter.record->rank + kTileRanks - 1) / kTileRanks;
+  for (int p0 = 0; p0 < panels; p0 += 4) {
+    const int panel = p0 + lane_index() % 4;
+    const uint4 low = load_b(p, adapter, panels, panel, adapter.n_low);
+    const uint4 high = load_b(p, adapter, panels, panel, adapter.n_high);
+    for_each_part(acc, parts, [&](auto& part, int begin) {
+      expand_part<MODULES>(part, p, tokens, adapter, pair, begin, low, high, panel, panel < panels);
+    });
+  }
+  if (panels == 0 || adapter.record->bias < 0) {
+    return;
+  }
+  const float record_scale = adapter.record->scale;
+  const float low = load_lora_bias(p, adapter, adapter.n_low);
+  const float high = load_lora_bias(p, adapter, adapter.n_high);
+  for_each_part(acc, parts, [&](auto& part, int begin) {
 #pragma unroll
-  for (int j = 0; j < WIDTH / 8; ++j) {
+    for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = 8 * j + lane_index() % 4 * 2 + i;
-      if (token >= first && token <= last && tokens.slot[token] == slot) {
-        const float scale = tokens.scale[token] * record.scale;
-        acc[4 * j + i] = fmaf(scale, low, acc[4 * j + i]);
-        acc[4 * j + 2 + i] = fmaf(scale, high, acc[4 * j + 2 + i]);
+      for (int side = 0; side < 2; ++side) {
+        const int token = begin + 2 * i + lane_index() % 4 * 2 + side;
+        if (adapter.has(tokens, token)) {
+          const float scale = tokens.scale[token] * record_scale;
+          part[i + side] = fmaf(scale, low, part[i + side]);
+          part[i + 2 + side] = fmaf(scale, high, part[i + 2 + side]);
+        }
       }
     }
+  });
+}
+
+// The next slot above `adapter.slot` that tokens of the tile use, and where. False: there is none.
+__device__ __forceinline__ bool next_slot(const TileTokens& tokens, int count, TileAdapter& adapter) {
+  int next = INT_MAX;
+  for (int i = lane_index(); i < count; i += 32) {
+    const int slot = tokens.slot[i];
+    next = slot > adapter.slot ? min(next, slot) : next;
   }
+  adapter.slot = __reduce_min_sync(0xffffffffu, next);
+  int first = INT_MAX;
+  int last = -1;
+  for (int i = lane_index(); i < count; i += 32) {
+    if (tokens.slot[i] == adapter.slot) {
+      first = min(first, i);
+      last = i;
+    }
+  }
+  adapter.first = __reduce_min_sync(0xffffffffu, first);
+  adapter.last = __reduce_max_sync(0xffffffffu, last);
+  return adapter.slot != INT_MAX;
 }
 
 // Adapter by adapter, ascending. By whole warps.
-template <bool GATE_UP, int WIDTH>
-__device__ __forceinline__ void add_adapters(Accumulators& acc, const ExpertGemm& p, const TileTokens& tokens,
-                                             const Work& work, int tile) {
-  int slot = 0;
-  while (true) {
-    int next = INT_MAX;
-    for (int i = lane_index(); i < work.count; i += 32) {
-      const int other = tokens.slot[i];
-      next = other > slot ? min(next, other) : next;
-    }
-    slot = __reduce_min_sync(0xffffffffu, next);
-    if (slot == INT_MAX) {
-      return;
-    }
-    int first = INT_MAX;
-    int last = -1;
-    for (int i = lane_index(); i < work.count; i += 32) {
-      if (tokens.slot[i] == slot) {
-        first = min(first, i);
-        last = i;
+template <bool GATE_UP>
+__device__ __forceinline__ void add_adapters(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
+                                             const TileTokens& tokens, const Work& work, int tile) {
+  TileAdapter adapter;
+  adapter.slot = 0;
+  while (next_slot(tokens, work.count, adapter)) {
+#pragma unroll 1
+    for (int module = 0; module < (GATE_UP ? 2 : 1); ++module) {
+      adapter.index = module;
+      adapter.record =
+          p.lora.table.resolved_expert(adapter.slot, p.lora.layer, work.expert,
+                                       GATE_UP ? static_cast<ExpertModule>(module) : ExpertModule::kDown);
+      if constexpr (GATE_UP) {
+        adapter.n_low = module == 0 ? 8 * tile : -1;
+        adapter.n_high = module == 0 ? -1 : 8 * tile;
+      } else {
+        adapter.n_low = 16 * tile;
+        adapter.n_high = 16 * tile + 8;
       }
-    }
-    first = __reduce_min_sync(0xffffffffu, first);
-    last = __reduce_max_sync(0xffffffffu, last);
-    const auto record_of = [&](ExpertModule module) -> const ResolvedLora& {
-      return *p.lora.table.resolved_expert(slot, p.lora.layer, work.expert, module);
-    };
-    if constexpr (GATE_UP) {
-      const ResolvedLora& gate = record_of(ExpertModule::kGate);
-      const ResolvedLora& up = record_of(ExpertModule::kUp);
-      if (gate.rank > 0) {
-        add_module<WIDTH, true, false>(acc, p, tokens, work.pair, slot, gate, 8 * tile, -1, 0, 2, first, last);
-        if (gate.bias >= 0) {
-          add_module_bias<WIDTH>(acc, p, tokens, slot, gate, 8 * tile, -1, first, last);
-        }
-      }
-      if (up.rank > 0) {
-        add_module<WIDTH, false, true>(acc, p, tokens, work.pair, slot, up, -1, 8 * tile, 1, 2, first, last);
-        if (up.bias >= 0) {
-          add_module_bias<WIDTH>(acc, p, tokens, slot, up, -1, 8 * tile, first, last);
-        }
-      }
-    } else {
-      const ResolvedLora& down = record_of(ExpertModule::kDown);
-      if (down.rank > 0) {
-        add_module<WIDTH, true, true>(acc, p, tokens, work.pair, slot, down, 16 * tile, 16 * tile + 8, 0, 1, first, last);
-        if (down.bias >= 0) {
-          add_module_bias<WIDTH>(acc, p, tokens, slot, down, 16 * tile, 16 * tile + 8, first, last);
-        }
-      }
+      add_module<GATE_UP ? 2 : 1>(acc, parts, p, tokens, adapter, work.pair);
     }
   }
 }
@@ -490,8 +543,9 @@ __device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& wor
 }
 
 // Bias, activation and store.
-template <bool GATE_UP, int WIDTH>
-__device__ __forceinline__ void store_tile(const Accumulators& acc, const ExpertGemm& p, const Work& work, int tile) {
+template <bool GATE_UP>
+__device__ __forceinline__ void store_tile(Accumulators& acc, const Parts& parts, const ExpertGemm& p, const Work& work,
+                                           int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile;
   const int n_high = GATE_UP ? n_low : n_low + 8;
   const int g = lane_index() / 4;
@@ -499,26 +553,24 @@ __device__ __forceinline__ void store_tile(const Accumulators& acc, const Expert
   const float low_bias = p.low_bias != nullptr && n_low + g < p.rows ? __ldg(p.low_bias + bias + n_low + g) : 0.0f;
   const float high_bias = p.high_bias != nullptr && n_high + g < p.rows ? __ldg(p.high_bias + bias + n_high + g) : 0.0f;
   const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
+  for_each_part(acc, parts, [&](auto& part, int begin) {
 #pragma unroll
-  for (int j = 0; j < WIDTH / 8; ++j) {
-    if (8 * j >= work.count) {
-      continue;
+    for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
+      const int token = begin + 2 * i;
+      if (token >= work.count) {
+        continue;
+      }
+      const float low[2] = {part[i] + low_bias, part[i + 1] + low_bias};
+      const float high[2] = {part[i + 2] + high_bias, part[i + 3] + high_bias};
+      if constexpr (GATE_UP) {
+        store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
+                    activate(p.activation, p.limit, low[1], high[1]), in_pairs);
+      } else {
+        store_group(p, work, token, n_low, low[0], low[1], in_pairs);
+        store_group(p, work, token, n_high, high[0], high[1], in_pairs);
+      }
     }
-    float low[2];
-    float high[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      low[i] = acc[4 * j + i] + low_bias;
-      high[i] = acc[4 * j + 2 + i] + high_bias;
-    }
-    if constexpr (GATE_UP) {
-      store_group(p, work, 8 * j, n_low, activate(p.activation, p.limit, low[0], high[0]),
-                  activate(p.activation, p.limit, low[1], high[1]), in_pairs);
-    } else {
-      store_group(p, work, 8 * j, n_low, low[0], low[1], in_pairs);
-      store_group(p, work, 8 * j, n_high, high[0], high[1], in_pairs);
-    }
-  }
+  });
 }
 
 template <bool GATE_UP, class Source>
@@ -537,16 +589,10 @@ struct Multiplier {
     weights.source.locate(p, work.expert, min(work.row_block * kRowTiles + warp_index(), p.row_tiles - 1));
     weights.begin(p.k_blocks);
   }
-  // One item of a width; its accumulators are no wider, and no other width shares them.
-  template <int WIDTH>
   __device__ __forceinline__ void run(Work& work, int items) {
-    if constexpr (WIDTH < kTokens) {
-      if (work.width > WIDTH) {
-        return run<WIDTH + kWidthStep>(work, items);
-      }
-    }
-    Accumulators acc;
-    multiply<WIDTH>(acc, weights, p.k_blocks, n, shared, stages);
+    Accumulators acc = {};
+    const Parts parts(work.width);
+    multiply(acc, parts, weights, p.k_blocks, n, shared, stages);
     n += static_cast<uint32_t>(p.k_blocks);
     const Work done = work;
     item += static_cast<int>(gridDim.x);
@@ -557,9 +603,9 @@ struct Multiplier {
     const int tile = done.row_block * kRowTiles + warp_index();
     if (tile < p.row_tiles) {
       if (p.lora.row_slot != nullptr) {
-        add_adapters<GATE_UP, WIDTH>(acc, p, shared.tokens[nth % 2], done, tile);
+        add_adapters<GATE_UP>(acc, parts, p, shared.tokens[nth % 2], done, tile);
       }
-      store_tile<GATE_UP, WIDTH>(acc, p, done, tile);
+      store_tile<GATE_UP>(acc, parts, p, done, tile);
     }
   }
   __device__ __forceinline__ void run_all() {
@@ -571,7 +617,7 @@ struct Multiplier {
     Work work = find_tile(p, shared.tiles, active, row_blocks, item);
     begin(work);
     while (item < items) {
-      run<kWidthStep>(work, items);
+      run(work, items);
       __syncwarp();  // all lanes have read the tokens' adapters
       if (lane_index() == 0) {
         mbarrier_arrive(&shared.tokens_empty[nth % 2]);
