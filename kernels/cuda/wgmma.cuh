@@ -145,6 +145,13 @@ MOELORA_WGMMA(128, 64, 65, 66, 67, 68)
 #undef MOELORA_WGMMA
 // clang-format on
 
+// An 8 x 8 matrix of bf16, two of a row a lane, transposed.
+__device__ __forceinline__ uint32_t transpose8(uint32_t row) {
+  uint32_t column;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+  return column;
+}
+
 // Whether the code of `kernel` that would run here was compiled for sm_90a. Its body elsewhere is empty, hence without
 // the shared memory that it declares here.
 template <class Kernel>

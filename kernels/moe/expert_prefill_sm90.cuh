@@ -272,6 +272,8 @@ struct Parts {
   }
 };
 
+// Always closes a group, so that a block is four of them: with fewer groups than branches the compiler would close some
+// of its own, and waits would count those.
 template <int TOKENS>
 __device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[16], uint64_t tokens,
                                               int begin) {
@@ -281,6 +283,10 @@ __device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const ui
     for (int step = 0; step < 4; ++step) {
       wgmma_m64k16<TOKENS>(acc, a + 4 * step, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
     }
+    wgmma_commit();
+  } else {
+    wgmma_fence();
+    wgmma_commit();
   }
 }
 
@@ -296,8 +302,7 @@ __device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t
   multiply_part<64>(acc.part1, now, tokens, parts.begin1);
   multiply_part<32>(acc.part2, now, tokens, parts.begin2);
   multiply_part<32>(acc.part3, now, tokens, parts.begin3);
-  wgmma_commit();
-  wgmma_wait<1>();  // the block before has left its registers and its stage
+  wgmma_wait<4>();  // the block before has left its registers and its stage
   if (b > 0 && threadIdx.x % 32 == 0) {
     mbarrier_arrive(&shared.empty[stage_of(n - 1)]);
   }
@@ -504,13 +509,6 @@ __device__ __forceinline__ void add_adapters(Accumulators& acc, const Parts& par
 }
 
 // --- The end of an item.
-
-// An 8 x 8 matrix of bf16, two of a row a lane, transposed.
-__device__ __forceinline__ uint32_t transpose8(uint32_t row) {
-  uint32_t column;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
-  return column;
-}
 
 // Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
 // outputs of token g where the rows allow it.
