@@ -29,6 +29,13 @@ MOELORA_API moelora_status moelora_request_captured(moelora_engine *engine, moel
 MOELORA_API moelora_status moelora_request_read_captured(moelora_engine *engine, moelora_request request, int32_t row,
                                                          float *logits, size_t cap, moelora_error *err);
 
+/** How nearly the routers would have chosen other experts for captured row `row`: the smallest gap over the MoE layers
+    between the last chosen and the next router logit, relative to the largest |logit| of that router's row. Infinity
+    without MoE layers; -1 where the backend does not tell (CUDA). unstable.
+    Errors: E_INVALID for a row that does not exist. Ownership: caller owns gap. Threads: any. */
+MOELORA_API moelora_status moelora_request_router_gap(moelora_engine *engine, moelora_request request, int32_t row,
+                                                      float *gap, moelora_error *err);
+
 /** Module groups of moelora_adapter_load_random. */
 enum { MOELORA_RANDOM_ATTENTION = 1, MOELORA_RANDOM_EXPERTS = 2 }; /* experts: the MLP of dense models */
 

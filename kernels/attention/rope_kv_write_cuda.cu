@@ -126,7 +126,7 @@ __device__ __forceinline__ void store_head(const Head& head, int half, T* to) {
 }
 
 template <class Kv>
-__global__ void __launch_bounds__(WARPS * 32) rope_kernel(const Params p) {
+__global__ void __launch_bounds__(WARPS * 32, 1) rope_kernel(const Params p) {
   __shared__ float cosine[MAX_HEAD_DIM / 2];
   __shared__ float sine[MAX_HEAD_DIM / 2];
   const KvLayout& layout = p.kv.layout;
@@ -149,6 +149,7 @@ __global__ void __launch_bounds__(WARPS * 32) rope_kernel(const Params p) {
   Kv* const keys = reinterpret_cast<Kv*>(p.kv.block(p.row_sequence[row], position, p.layer));
   const int offset = position % layout.block_tokens;
   const int heads = p.num_heads + 2 * layout.num_kv_heads;
+#pragma unroll 1
   for (int h = first + threadIdx.x / 32; h < heads && h < first + HEADS_PER_BLOCK; h += WARPS) {
     Head head;
     if (h < p.num_heads) {

@@ -52,17 +52,32 @@ constexpr PackOrder pack_order(Stored stored) {
   return stored == Stored::kBf16 || stored == Stored::kMxfp4 ? PackOrder::kSplit : PackOrder::kNatural;
 }
 
-// 2^(scale - 127). A byte of 255 would be a NaN and is refused before it gets here.
-HWY_INLINE float scale_value(uint8_t scale) {
-  const uint32_t bits = std::max(uint32_t{scale} << 23, 0x00400000u);  // 2^-127 is subnormal
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
+// `count` scales as numbers, 2^(byte - 127), in units of what load_nibbles looks up. A byte of 255 would be a NaN and is
+// refused before it gets here.
+constexpr float kNibbleUnit = kLanes == 16 ? 1.0f : 0.5f;
+HWY_INLINE void load_scales(const uint8_t* bytes, int64_t count, float* scales) {
+  const FloatTag d;
+  const hn::RebindToUnsigned<FloatTag> du;
+  const hn::Rebind<uint8_t, FloatTag> d8;
+  const auto least = hn::Set(du, 0x00400000u);  // 2^-127 is subnormal
+  if (count < kLanes) {
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t bits = std::max(uint32_t{bytes[i]} << 23, 0x00400000u);
+      std::memcpy(scales + i, &bits, sizeof bits);
+      scales[i] *= kNibbleUnit;
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const int64_t at = std::min(i, count - kLanes);  // the last vector overlaps the one before
+    const auto bits = hn::Max(hn::ShiftLeft<23>(hn::PromoteTo(du, hn::LoadU(d8, bytes + at))), least);
+    hn::StoreU(hn::Mul(hn::BitCast(d, bits), hn::Set(d, kNibbleUnit)), d, scales + at);
+  }
 }
 
-// The low (kHalf 0) or high nibbles of L bytes as numbers, times 2^(scale - 127).
+// The low (kHalf 0) or high nibbles of L bytes as numbers times the scale.
 template <int kHalf>
-HWY_INLINE FloatVec load_nibbles(const uint8_t* bytes, uint8_t scale) {
+HWY_INLINE FloatVec load_nibbles(const uint8_t* bytes, float scale) {
   const FloatTag d;
   const hn::Rebind<uint8_t, FloatTag> d8;
 #if HWY_MAX_BYTES == 64
@@ -72,7 +87,7 @@ HWY_INLINE FloatVec load_nibbles(const uint8_t* bytes, uint8_t scale) {
   const hn::RebindToUnsigned<FloatTag> du;
   const auto pairs = hn::PromoteTo(du, hn::LoadU(d8, bytes));
   const auto index = kHalf == 0 ? pairs : hn::ShiftRight<4>(pairs);
-  const FloatVec numbers = hn::Mul(hn::Load(d, kNumbers), hn::Set(d, scale_value(scale)));
+  const FloatVec numbers = hn::Mul(hn::Load(d, kNumbers), hn::Set(d, scale));
   return hn::TableLookupLanes(numbers, hn::Indices512<float>{index.raw});
 #else
   alignas(16) static constexpr uint8_t kDoubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
@@ -82,17 +97,17 @@ HWY_INLINE FloatVec load_nibbles(const uint8_t* bytes, uint8_t scale) {
   const auto index = kHalf == 0 ? hn::And(pairs, hn::Set(d8, uint8_t{15})) : hn::ShiftRight<4>(pairs);
   const auto doubled = hn::TableLookupBytes(hn::Load(hn::FixedTag<uint8_t, 16>(), kDoubled), index);
   const auto numbers = hn::ConvertTo(d, hn::PromoteTo(di32, hn::BitCast(di8, doubled)));
-  return hn::Mul(numbers, hn::Set(d, 0.5f * scale_value(scale)));
+  return hn::Mul(numbers, hn::Set(d, scale));
 #endif
 }
 
 // One of the two vectors of a block of stored weights, from any address: vector 0 goes with x[0 .. L) of a
-// packed row's block, vector 1 with x[L .. 2 L). `scale` is read for kMxfp4 only.
+// packed row's block, vector 1 with x[L .. 2 L). `scale` is for kMxfp4 only.
 template <Stored kStored, int kHalf>
-HWY_INLINE FloatVec load_half(const uint8_t* block, const uint8_t* scale) {
+HWY_INLINE FloatVec load_half(const uint8_t* block, float scale) {
   const FloatTag d;
   if constexpr (kStored == Stored::kMxfp4) {
-    return load_nibbles<kHalf>(block, *scale);
+    return load_nibbles<kHalf>(block, scale);
   } else if constexpr (kStored == Stored::kBf16) {
     const hn::RebindToUnsigned<FloatTag> du;
     const hn::Repartition<uint8_t, FloatTag> d8;

@@ -12,6 +12,10 @@ __device__ __forceinline__ void async_copy16(void* shared, const void* from, boo
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(present ? 16 : 0)
                : "memory");
 }
+__device__ __forceinline__ void async_copy16(void* shared, const void* from) {
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
 // 4 bytes, through the L1.
 __device__ __forceinline__ void async_copy4(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

@@ -21,6 +21,8 @@ struct CudaStream {
   // Page-locked memory that kernels write results to and the host reads after synchronising.
   std::byte* pinned = nullptr;
   size_t pinned_bytes = 0;
+  std::byte* host_scratch = nullptr;  // of the rows that the sampler takes to the host; 64-byte aligned
+  size_t host_scratch_bytes = 0;
 };
 
 inline CudaStream& cuda_state(const Stream& stream) {

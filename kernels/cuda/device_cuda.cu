@@ -2,16 +2,19 @@
 // An NVIDIA GPU as a device: plain allocations on its primary context, one non-blocking stream, page-locked mirrors,
 // steps recorded by stream capture. Runs on threads of the engine only, so that the host's threads keep their device
 // and their last error.
+#include <cstdlib>
 #include <cstring>
 
 #include "kernels/base/device.h"
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/sampling/sample_tokens.h"
 
 namespace moelora {
 namespace {
 
-constexpr size_t kPinnedBytes = size_t{1} << 20;    // results of the sampler
+constexpr size_t kPinnedBytes = size_t{8} << 20;  // results of the sampler, logits that it takes to the host
+constexpr size_t kHostScratchBytes = sample_tokens_scratch_bytes(size_t{1} << 19);  // touched as far as needed
 constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
 
 class GraphCuda final : public Graph {
@@ -32,6 +35,7 @@ class StreamCuda final : public Stream {
     cudaStreamSynchronize(state_->stream);
     delete state_->dense_gemm;
     cudaFreeHost(state_->pinned);
+    std::free(state_->host_scratch);
     cudaStreamDestroy(state_->stream);
   }
 
@@ -103,6 +107,8 @@ class DeviceCuda final : public Device {
     check_cuda(cudaStreamCreateWithFlags(&state->stream, cudaStreamNonBlocking), "cudaStreamCreate");
     check_cuda(cudaMallocHost(&state->pinned, kPinnedBytes), "page-locked results");
     state->pinned_bytes = kPinnedBytes;
+    state->host_scratch = static_cast<std::byte*>(std::aligned_alloc(64, kHostScratchBytes));
+    state->host_scratch_bytes = state->host_scratch != nullptr ? kHostScratchBytes : 0;
     state->dense_gemm = DenseGemm::create().release();
     return std::make_unique<StreamCuda>(std::move(state));
   }

@@ -1,9 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
-// What every launcher shares: turning a CUDA error into the project's Error. Included by .cu files only.
+// What every launcher shares: turning a CUDA error into the project's Error, and launches that overlap the kernel
+// before them. Included by .cu files only.
+//
+// Dependent launches. A kernel of launch_dependent() may begin while the kernel before it on the stream still runs,
+// once all of that one's blocks have called let_next_start() or ended. The rules that keep this right:
+//   - Every such kernel calls wait_for_previous() in all of its blocks, before it reads what earlier kernels wrote and
+//     before it writes anything. Then the end of a kernel means that all older ones have ended, too.
+//   - A kernel may read before its wait only what was complete before the kernel ahead of it passed its own wait, if
+//     that one passes its wait before it calls let_next_start(). Only ops that launch both may rely on that.
+//   - What the host wrote (weights) can always be read.
+// Kernels of plain launches wait for the end of everything older.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <cstddef>
 #include <string>
 
 #include "kernels/base/error.h"
@@ -45,6 +56,36 @@ inline void check_cuda(cudaError_t error, const char* what) {
 // Right after a launch: its own refusal (bad configuration, no kernel image) or an earlier sticky error.
 inline void check_launch(const char* op) {
   check_cuda(cudaGetLastError(), op);
+}
+
+// A launch on the stream as <<<grid, block, shared>>>, dependent where the GPU can do that.
+template <class... Parameters, class... Args>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared, const CudaStream& state,
+                      const Args&... args) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = shared;
+  config.stream = state.stream;
+  config.attrs = &attribute;
+  config.numAttrs = state.compute_capability >= 90 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, Parameters(args)...);  // check_launch() finds its error
+}
+
+// Until everything that earlier kernels of the stream did is done and visible.
+__device__ __forceinline__ void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel's blocks may come as soon as all blocks of this one have said so.
+__device__ __forceinline__ void let_next_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 }  // namespace moelora

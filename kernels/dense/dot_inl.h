@@ -68,6 +68,10 @@ HWY_INLINE void pack_row(const float* x, int32_t k, PackOrder order, Compute com
 // output), reduce4 makes a number of it, and the numbers are added in the order of the slices.
 constexpr int64_t kSlice = 1024;
 
+// Scales of a slice of a row.
+template <Stored kStored>
+constexpr int64_t kScales = kStored == Stored::kMxfp4 ? kSlice / 32 : 0;
+
 // Where the sums of four outputs go: sums[r * stride + o]. first: nothing is there yet.
 struct Sums {
   bool first;
@@ -110,15 +114,16 @@ struct StoredRows {
   }
 };
 
-// acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`.
+// acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`; row o's scale is
+// scales[o * kScales].
 template <Stored kStored, int kRows, int kHalf, bool kWiden>
-HWY_INLINE void multiply_half(const StoredRows& block, const float* const* x, int64_t at, float* widened,
-                              FloatVec* acc) {
+HWY_INLINE void multiply_half(const StoredRows& block, const float* scales, const float* const* x, int64_t at,
+                              float* widened, FloatVec* acc) {
   const FloatTag d;
   FloatVec weights[kGroup];
 #pragma GCC unroll 4
   for (int o = 0; o < kGroup; ++o) {
-    weights[o] = load_half<kStored, kHalf>(block.first + o * block.stride, block.scales + o * block.scale_stride);
+    weights[o] = load_half<kStored, kHalf>(block.first + o * block.stride, scales[o * kScales<kStored>]);
     if constexpr (kWiden) {
       hn::Store(weights[o], d, widened + (kHalf * kGroup + o) * kLanes);
     }
@@ -189,7 +194,14 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
   }
   int64_t at = 0;
   while (at < count) {
+    const int64_t begin = at;
     const int64_t end = std::min(count, at + kSlice);
+    alignas(64) float scales[kGroup * kScales<kStored> + 1];
+    if constexpr (kStored == Stored::kMxfp4) {
+      for (int o = 0; o < kGroup; ++o) {
+        load_scales(block.scales + o * block.scale_stride + at / 32, (end - at) / 32, scales + o * kScales<kStored>);
+      }
+    }
     FloatVec acc[kRows * kGroup];
     clear<kRows>(acc);
     for (; at + kBlock <= end; at += kBlock) {
@@ -199,9 +211,9 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
         const uint8_t* near = inside ? block.first + kAhead : following + (kAhead - row_bytes);
         read_ahead<kBytes>(ahead, block.stride, near, following);
       }
-      const StoredRows here{block.first, block.stride, scale_of<kStored>(block.scales, at), block.scale_stride};
-      multiply_half<kStored, kRows, 0, kWiden>(here, x, at, widened, acc);
-      multiply_half<kStored, kRows, 1, kWiden>(here, x, at, widened, acc);
+      const float* scale = scales + (kStored == Stored::kMxfp4 ? (at - begin) / 32 : 0);
+      multiply_half<kStored, kRows, 0, kWiden>(block, scale, x, at, widened, acc);
+      multiply_half<kStored, kRows, 1, kWiden>(block, scale, x, at, widened, acc);
       block.first += kBytes;
       following += kBytes;
       if constexpr (kWiden) {
@@ -213,9 +225,10 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
       for (int o = 0; o < kGroup; ++o) {
         std::memcpy(rest[o], block.first + o * block.stride, static_cast<size_t>(stored_bytes(kStored, end - at)));
       }
-      const StoredRows padded{rest[0], sizeof rest[0], scale_of<kStored>(block.scales, at), block.scale_stride};
-      multiply_half<kStored, kRows, 0, kWiden>(padded, x, at, widened, acc);
-      multiply_half<kStored, kRows, 1, kWiden>(padded, x, at, widened, acc);
+      const StoredRows padded{rest[0], sizeof rest[0]};
+      const float* scale = scales + (kStored == Stored::kMxfp4 ? (at - begin) / 32 : 0);
+      multiply_half<kStored, kRows, 0, kWiden>(padded, scale, x, at, widened, acc);
+      multiply_half<kStored, kRows, 1, kWiden>(padded, scale, x, at, widened, acc);
       at = end;
     }
     add_slice<kRows>(acc, to);

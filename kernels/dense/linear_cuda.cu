@@ -2,12 +2,13 @@
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Few rows: one launch for all parts. A block owns 16 or 32 outputs of one part for up to 32 rows; its 8 warps split K
 // into contiguous ranges of 64-input blocks and stream their weight rows straight into registers
-// (kernels/cuda/mma_tile.cuh). Meanwhile warp 0 looks up the rows' adapters; then all warps expand the deltas, and the
-// warps' sums are added in warp order. Limited by memory: each weight is read once.
-// Many rows: cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded
-// before LoRA and bias are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles.
-// Our own sums over K are ordered by K alone, those of cuBLASLt by the shape. A row takes nothing from the adapters of
-// others: a delta is added where the row has one, not multiplied by zero where it has none.
+// (kernels/cuda/mma_tile.cuh), and their sums are added in warp order. Limited by memory: each weight is read once.
+// With LoRA a ninth warp looks up the rows' adapters meanwhile, waits for the shrink, beside which this kernel runs,
+// and computes the deltas of up to 8 rows; deltas of more rows are computed by all warps with the last sum. Many rows:
+// cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded before LoRA and
+// bias are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles. Our own sums over K
+// are ordered by K alone, those of cuBLASLt by the shape. A row takes nothing from the adapters of others: a delta is
+// added where the row has one, not multiplied by zero where it has none.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -24,15 +25,20 @@
 namespace moelora {
 namespace {
 
-constexpr int SKINNY_ROWS = 32;   // up to here the kernel for few rows, then cuBLASLt
-constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two
+// Up to here the kernel for few rows, then cuBLASLt. The second tile of 32 rows finds the weights in the L2.
+constexpr int SKINNY_ROWS = 64;
+constexpr int SKINNY_ROWS_LARGE = 32;
+constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCKS_PER_SM = 2;
 constexpr int EPILOGUE_ROWS = 8 * WARPS;
 // Blocks of 64 inputs whose weights a warp has in flight: as many as registers hold.
-constexpr int unroll_of(int row_groups, int output_tiles) {
-  return output_tiles == 1 ? (row_groups == 4 ? 3 : 4) : (row_groups == 1 ? 2 : 1);
+constexpr int unroll_of(int row_groups, int output_tiles, bool lora) {
+  if (output_tiles == 2) {
+    return row_groups == 1 ? 2 : 1;
+  }
+  return row_groups == 4 ? (lora ? 2 : 3) : (row_groups == 2 ? 3 : 4);
 }
 constexpr unsigned ALL = 0xffffffffu;
 
@@ -107,11 +113,17 @@ __device__ __forceinline__ RowAdapter find_row_adapter(const Params& p, const Pa
   }
   const int slot = p.row_slot[row];
   const float scale = p.row_scale[row];
-  const LoraRecord* record = p.table.dense(slot, p.layer, static_cast<LoraModule>(part.module));
-  if (record == nullptr || scale == 0.0f) {
+  if (slot == 0 || scale == 0.0f) {
     return result;
   }
-  result.record = *record;
+  const ResolvedLora* record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(part.module));
+  if (record->rank == 0) {
+    return result;
+  }
+  result.record.rank = record->rank;
+  result.record.scale = record->scale;
+  result.record.b = record->b;
+  result.record.bias = record->bias;
   result.slot = slot;
   result.scale = scale * result.record.scale;
   return result;
@@ -120,53 +132,37 @@ __device__ __forceinline__ const float* shrunk_row(const Params& p, const Part& 
   return p.shrunk + (row * p.num_modules + part.module_index) * p.rank_stride;
 }
 
-// The different adapters of a block's rows.
-struct Adapters {
-  struct Entry {
-    int slot;
-    int b;
-    int bias;
-    int rank;
-    unsigned tokens;  // bit i: row i of the tile uses it
-  };
-  Entry entries[32];
-  float scale[32];  // of row i
-  int count;
-  unsigned active;  // all rows with a delta
-};
-
-// By one warp, lane i for row i. B is asked into L2, where it arrives while the weights stream.
-__device__ __forceinline__ void find_adapters(const Params& p, const Part& part, int row0, int rows, int n0, int width,
-                                              Adapters& shared) {
+// By one warp, lane i for row i: what the rows' adapters say about a part, and their B asked into the L2 for a block's
+// outputs, where it arrives while the weights stream.
+__device__ __forceinline__ void find_tokens(const Params& p, const Part& part, int row0, int rows, int n0, int width,
+                                            LoraToken* tokens) {
   const int lane = threadIdx.x % 32;
-  RowAdapter mine;
+  const ResolvedLora* record = nullptr;
+  int slot = 0;
+  float scale = 0.0f;
   if (part.module >= 0 && lane < rows) {
-    mine = find_row_adapter(p, part, row0 + lane);
+    slot = p.row_slot[row0 + lane];
+    scale = p.row_scale[row0 + lane];
+    if (slot != 0) {
+      record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(part.module));
+    }
   }
-  const unsigned same = __match_any_sync(ALL, mine.slot);
-  const bool leads = mine.slot != 0 && __ffs(static_cast<int>(same)) - 1 == lane;
-  const unsigned leaders = __ballot_sync(ALL, leads);
-  const unsigned active = __ballot_sync(ALL, mine.slot != 0);
-  shared.scale[lane] = mine.scale;
-  if (leads) {
-    Adapters::Entry& entry = shared.entries[__popc(leaders & ((1u << lane) - 1))];
-    entry.slot = mine.slot;
-    entry.b = mine.record.b;
-    entry.bias = mine.record.bias;
-    entry.rank = mine.record.rank;
-    entry.tokens = same;
-    const int panels = (mine.record.rank + kTileRanks - 1) / kTileRanks;
+  const LoraToken token = lora_token(record, slot, scale);
+  if (lane < rows) {
+    tokens[lane] = token;
+  }
+  const unsigned same = __match_any_sync(ALL, token.rank != 0 ? slot : 0);
+  if (token.rank != 0 && __ffs(static_cast<int>(same)) - 1 == lane) {
+    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
     for (int panel = 0; panel < panels; ++panel) {
-      const std::byte* tile = p.table.granule(mine.slot, mine.record.b + n0 / kTileColumns * panels + panel);
+      const std::byte* tile = paged_granule(p.table, slot, token.b, token.b_pages, n0 / kTileColumns * panels + panel);
       for (int n = n0; n < n0 + width && n < part.n; n += 8) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(tile + n % kTileColumns / 8 * 128));
+        const std::byte* line = tile + n % kTileColumns / 8 * 128;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
       }
     }
   }
-  if (lane == 0) {
-    shared.count = __popc(leaders);
-    shared.active = active;
-  }
+  __syncwarp();  // tokens are there for the warp
 }
 
 // d = the delta of outputs n0 .. n0 + 15 for 8 rows of one adapter, in a fragment; s as in lora_expand, scale[i] that
@@ -186,47 +182,6 @@ __device__ __forceinline__ void expand_delta(const Params& p, const LoraRecord& 
   }
 }
 
-// delta[(mt * NT + j) * 128 + 32 i + lane] of every row that has an adapter; what other rows have there is not
-// written. Each (adapter, group of 8 rows, 16 outputs) is the work of one warp.
-template <int NT, int MT>
-__device__ __forceinline__ void expand_all(const Params& p, const Part& part, int row0, int n0,
-                                           const Adapters& adapters, float* delta) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  const int g = lane / 4;
-  const int t = lane % 4;
-  int work = 0;
-  for (int index = 0; index < adapters.count; ++index) {
-    const Adapters::Entry& entry = adapters.entries[index];
-    LoraRecord record;
-    record.b = entry.b;
-    record.bias = entry.bias;
-    record.rank = entry.rank;
-    for (int j = 0; j < NT; ++j) {
-      const unsigned tokens = entry.tokens >> (8 * j) & 0xFFu;
-      if (tokens == 0) {
-        continue;
-      }
-      for (int mt = 0; mt < MT; ++mt) {
-        const int output = n0 + 16 * mt;
-        if (output >= part.n || work++ % WARPS != warp) {
-          continue;
-        }
-        const float* s = (tokens >> g & 1u) != 0 ? shrunk_row(p, part, row0 + 8 * j + g) : nullptr;
-        const float scale[2] = {adapters.scale[8 * j + 2 * t], adapters.scale[8 * j + 2 * t + 1]};
-        float d[4];
-        expand_delta(p, record, entry.slot, output, part.n, s, scale, d);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if ((tokens >> (2 * t + i % 2) & 1u) != 0) {
-            delta[((mt * NT + j) * 4 + i) * 32 + lane] = d[i];
-          }
-        }
-      }
-    }
-  }
-}
-
 // This lane's rows of the operands, at its first chunk of the block that comes next.
 template <int NT, int MT>
 struct Operands {
@@ -235,8 +190,8 @@ struct Operands {
 };
 
 // acc += W x over UNROLL blocks of 64 inputs. TAIL: of these, inputs from `left` on are not there. Weights first: they
-// need nothing that another kernel writes.
-template <bool TAIL, int UNROLL, int NT, int MT>
+// need nothing that another kernel writes. WAIT: x does.
+template <bool TAIL, bool WAIT, int UNROLL, int NT, int MT>
 __device__ __forceinline__ void multiply_blocks(Operands<NT, MT>& at, int left, float (&acc)[MT][NT][4]) {
   const int chunk = threadIdx.x % 4 * 8;
   uint4 w[2 * UNROLL][2 * MT];
@@ -247,6 +202,9 @@ __device__ __forceinline__ void multiply_blocks(Operands<NT, MT>& at, int left, 
     for (int i = 0; i < 2 * MT; ++i) {
       w[half][i] = inside ? load_streaming(at.weight[i] + half * 32) : zero_chunk();
     }
+  }
+  if constexpr (WAIT) {
+    wait_for_previous();
   }
 #pragma unroll
   for (int half = 0; half < 2 * UNROLL; ++half) {
@@ -271,8 +229,8 @@ __device__ __forceinline__ void multiply_blocks(Operands<NT, MT>& at, int left, 
 }
 
 // acc += W x over the 64-input blocks [begin, end) of K. Outputs and rows that are not there are read as the last
-// there is: what they give is never stored.
-template <int NT, int MT, int UNROLL>
+// there is: what they give is never stored. EARLY: wait for x after the first weights were asked for.
+template <int NT, int MT, int UNROLL, bool EARLY>
 __device__ __forceinline__ void multiply(const Params& p, const Part& part, int row0, int n0, int begin, int end,
                                          float (&acc)[MT][NT][4]) {
   const int g = threadIdx.x % 32 / 4;
@@ -289,44 +247,71 @@ __device__ __forceinline__ void multiply(const Params& p, const Part& part, int 
     at.x[j] = p.x + row * p.x_stride + first;
   }
   int left = min(end * kTileColumns, p.k) - begin * kTileColumns;
+  if (EARLY && left >= UNROLL * kTileColumns) {
+    multiply_blocks<false, true, UNROLL>(at, left, acc);
+    left -= UNROLL * kTileColumns;
+  }
 #pragma unroll 1
   for (; left >= UNROLL * kTileColumns; left -= UNROLL * kTileColumns) {
-    multiply_blocks<false, UNROLL>(at, left, acc);
+    multiply_blocks<false, false, UNROLL>(at, left, acc);
   }
   if (left > 0) {
-    multiply_blocks<true, UNROLL>(at, left, acc);
+    multiply_blocks<true, EARLY, UNROLL>(at, left, acc);
   }
 }
 
-// Few rows: MT * 16 outputs of one part, rows 8 NT blockIdx.y and the following.
-template <int NT, int MT>
-__global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) linear_skinny(const __grid_constant__ Params p) {
+// The delta of output n for row0 + token.
+__device__ __forceinline__ float row_delta(const Params& p, const Part& part, int row0, const LoraToken* tokens,
+                                           int token, int n) {
+  return lora_delta(p.table, tokens[token], n, shrunk_row(p, part, row0 + token));
+}
+
+// Few rows: MT * 16 outputs of one part, rows 8 NT blockIdx.x and the following. LORA: launched right after the shrink,
+// which passed its wait before this kernel began, so that x was complete; with a warp more.
+template <int NT, int MT, bool LORA>
+__global__ void __launch_bounds__(THREADS + (LORA ? 32 : 0), BLOCKS_PER_SM)
+    linear_skinny(const __grid_constant__ Params p) {
   constexpr int ELEMENTS = MT * NT * 128;  // of a tile, in fragments of [4 registers][32 lanes]
+  constexpr int WIDTH = 16 * MT;
+  constexpr bool AHEAD = LORA && NT == 1;  // the ninth warp computes the deltas
   __shared__ float partial[WARPS * ELEMENTS];
-  __shared__ float delta[ELEMENTS];
-  __shared__ Adapters adapters;
+  __shared__ float delta[AHEAD ? 8 * WIDTH : 1];  // [row][output]
+  __shared__ LoraToken tokens[LORA ? 8 * NT : 1];
+  let_next_start();
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
-  const int n0 = (static_cast<int>(blockIdx.x) - part.first_tile) * 16 * MT;
-  const int row0 = static_cast<int>(blockIdx.y) * 8 * NT;
+  const Part& part = p.parts[part_of_tile(p, blockIdx.y)];
+  const int n0 = (static_cast<int>(blockIdx.y) - part.first_tile) * WIDTH;
+  const int row0 = static_cast<int>(blockIdx.x) * 8 * NT;
   const int rows = min(p.num_rows - row0, 8 * NT);
-  if (warp == 0) {
-    find_adapters(p, part, row0, rows, n0, 16 * MT, adapters);
-  }
-  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  float acc[MT][NT][4] = {};
-  multiply<NT, MT, unroll_of(NT, MT)>(p, part, row0, n0, warp * blocks / WARPS, (warp + 1) * blocks / WARPS, acc);
+  if (LORA && warp == WARPS) {
+    find_tokens(p, part, row0, rows, n0, WIDTH, tokens);
+    wait_for_previous();
+    if constexpr (AHEAD) {
+      for (int i = lane; i < rows * WIDTH; i += 32) {
+        if (tokens[i / WIDTH].rank != 0 && n0 + i % WIDTH < part.n) {
+          delta[i] = row_delta(p, part, row0, tokens, i / WIDTH, n0 + i % WIDTH);
+        }
+      }
+    }
+  } else {
+    constexpr bool EARLY = !LORA && NT <= 2;  // more rows leave no registers for it
+    if (!LORA && !EARLY) {
+      wait_for_previous();
+    }
+    const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+    float acc[MT][NT][4] = {};
+    multiply<NT, MT, unroll_of(NT, MT, LORA), EARLY>(p, part, row0, n0, warp * blocks / WARPS,
+                                                     (warp + 1) * blocks / WARPS, acc);
 #pragma unroll
-  for (int e = 0; e < MT * NT * 4; ++e) {
-    partial[warp * ELEMENTS + e * 32 + lane] = acc[e / 4 / NT][e / 4 % NT][e % 4];
+    for (int e = 0; e < MT * NT * 4; ++e) {
+      partial[warp * ELEMENTS + e * 32 + lane] = acc[e / 4 / NT][e / 4 % NT][e % 4];
+    }
   }
-  __syncthreads();  // sums of all warps, and adapters
-  if (adapters.count > 0) {
-    expand_all<NT, MT>(p, part, row0, n0, adapters, delta);
-    __syncthreads();  // deltas
-  }
-  for (int e = threadIdx.x; e < ELEMENTS; e += THREADS) {
+  wait_for_previous();  // also of warps that had no weights
+  __syncthreads();      // sums of all warps, tokens and deltas
+#pragma unroll 1
+  for (int e = threadIdx.x; e < ELEMENTS; e += THREADS + (LORA ? 32 : 0)) {
     float y = 0.0f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
@@ -338,8 +323,10 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) linear_skinny(const __
     if (token >= rows || n >= part.n) {
       continue;
     }
-    if ((adapters.active >> token & 1u) != 0) {
-      y += delta[e];
+    if constexpr (LORA) {
+      if (tokens[token].rank != 0) {
+        y += AHEAD ? delta[token * WIDTH + n - n0] : row_delta(p, part, row0, tokens, token, n);
+      }
     }
     if (part.bias != nullptr) {
       y += load_bias(part, n);
@@ -353,6 +340,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) linear_skinny(const __
 
 // fp32 weights (routers): a warp an output, 8 rows; the base alone.
 __global__ void __launch_bounds__(THREADS) linear_f32(const __grid_constant__ Params p) {
+  wait_for_previous();
+  let_next_start();
   const int lane = threadIdx.x % 32;
   const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
   const int n = (static_cast<int>(blockIdx.x) - part.first_tile) * WARPS + static_cast<int>(threadIdx.x / 32);
@@ -391,6 +380,8 @@ __global__ void __launch_bounds__(THREADS) linear_f32(const __grid_constant__ Pa
 
 // out += delta + bias for 16 outputs and 64 rows; a warp takes 8 rows and their adapters one after the other.
 __global__ void __launch_bounds__(THREADS) linear_epilogue(const __grid_constant__ Params p) {
+  wait_for_previous();
+  let_next_start();
   const int lane = threadIdx.x % 32;
   const int g = lane / 4;
   const int t = lane % 4;
@@ -459,16 +450,26 @@ struct Launch {
   }
 };
 
-template <int MT>
-void launch_skinny(const Launch& launch, cudaStream_t stream) {
-  if (launch.params.num_rows <= 8) {
-    linear_skinny<1, MT><<<launch.grid(8), THREADS, 0, stream>>>(launch.params);
-  } else if (launch.params.num_rows <= 16) {
-    linear_skinny<2, MT><<<launch.grid(16), THREADS, 0, stream>>>(launch.params);
+template <int NT, int MT>
+void launch_skinny_tile(const Launch& launch, const CudaStream& state) {
+  const dim3 tiles = launch.grid(8 * NT);
+  const dim3 grid(tiles.y, tiles.x);  // the tiles of rows side by side, so that weights are read once
+  if (MT == 1 && launch.params.num_modules > 0) {
+    launch_dependent(linear_skinny<NT, 1, true>, grid, THREADS + 32, 0, state, launch.params);
   } else {
-    linear_skinny<4, MT><<<launch.grid(32), THREADS, 0, stream>>>(launch.params);
+    launch_dependent(linear_skinny<NT, MT, false>, grid, THREADS, 0, state, launch.params);
   }
   check_launch("linear");
+}
+template <int MT>
+void launch_skinny(const Launch& launch, const CudaStream& state) {
+  if (launch.params.num_rows <= 8) {
+    launch_skinny_tile<1, MT>(launch, state);
+  } else if (launch.params.num_rows <= 16) {
+    launch_skinny_tile<2, MT>(launch, state);
+  } else {
+    launch_skinny_tile<4, MT>(launch, state);
+  }
 }
 
 void check_part(const LinearArgs& args, const LinearPart& part) {
@@ -540,8 +541,11 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     tiles += (own.n + 15) / 16;
   }
   prepare_lora(args, common, stream);
-  const bool wide = tiles >= WIDE_TILES;
-  DenseGemm* const gemm = args.num_rows > SKINNY_ROWS ? cuda_state(stream).dense_gemm : nullptr;
+  const bool large = tiles >= WIDE_TILES;
+  const bool wide = large && common.num_modules == 0;
+  const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
+  const CudaStream& state = cuda_state(stream);
+  DenseGemm* const gemm = args.num_rows > skinny_rows ? state.dense_gemm : nullptr;
   Launch skinny(common);
   Launch f32(common);
   Launch epilogue(common);
@@ -561,14 +565,14 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    wide ? launch_skinny<2>(skinny, cuda_stream(stream)) : launch_skinny<1>(skinny, cuda_stream(stream));
+    wide ? launch_skinny<2>(skinny, state) : launch_skinny<1>(skinny, state);
   }
   if (f32.params.num_parts > 0) {
-    linear_f32<<<f32.grid(8), THREADS, 0, cuda_stream(stream)>>>(f32.params);
+    launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);
     check_launch("linear, fp32 weights");
   }
   if (epilogue.params.num_parts > 0) {
-    linear_epilogue<<<epilogue.grid(EPILOGUE_ROWS), THREADS, 0, cuda_stream(stream)>>>(epilogue.params);
+    launch_dependent(linear_epilogue, epilogue.grid(EPILOGUE_ROWS), THREADS, 0, state, epilogue.params);
     check_launch("linear, LoRA and bias");
   }
 }

@@ -108,7 +108,10 @@ HWY_INLINE void transpose_block(const StoredRow* rows, int64_t b, int64_t count,
   WordVec in[2][kLanes];
   for (int r = 0; r < kLanes; ++r) {
     const uint8_t* from = rows[r].data + b * kBytes;
-    const uint8_t* scale = scale_of<kStored>(rows[r].scales, b * kBlock);
+    float scale = 1.0f;
+    if constexpr (kStored == Stored::kMxfp4) {
+      load_scales(rows[r].scales + b * kBlock / 32, 1, &scale);
+    }
     alignas(64) uint8_t padded[kBlock * 4];
     if (rest < kBlock) {  // what follows the row in memory may be anything: zeros instead
       std::memset(padded, 0, sizeof padded);

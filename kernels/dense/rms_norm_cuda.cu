@@ -39,13 +39,23 @@ __device__ __forceinline__ float square4(const Vec4<T>& v) {
   return sum;
 }
 
+// By element: stored weights are aligned to their own size at best.
+template <class W>
+__device__ __forceinline__ Vec4<W> load_weights(const W* weight, int group) {
+  Vec4<W> result;
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    result.at[j] = weight[4 * group + j];
+  }
+  return result;
+}
+
 template <class In, class W, class Out>
-__device__ __forceinline__ Vec4<Out> scale4(const Vec4<In>& v, float scale, const W* weight, int group) {
+__device__ __forceinline__ Vec4<Out> scale4(const Vec4<In>& v, float scale, const Vec4<W>& weights) {
   Vec4<Out> result;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    // By element: stored weights are aligned to their own size at best.
-    result.at[j] = from_f32<Out>(to_f32(v.at[j]) * scale * to_f32(weight[4 * group + j]));
+    result.at[j] = from_f32<Out>(to_f32(v.at[j]) * scale * to_f32(weights.at[j]));
   }
   return result;
 }
@@ -54,11 +64,21 @@ __device__ __forceinline__ Vec4<Out> scale4(const Vec4<In>& v, float scale, cons
 template <class In, class W, class Out>
 __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
   __shared__ float partial[THREADS / 32];
+  let_next_start();
+  const W* weight = static_cast<const W*>(p.weight);
+  const int groups = p.width / 4;
+  Vec4<W> weights[KEEP];  // asked for while the previous kernel still runs
+#pragma unroll
+  for (int i = 0; i < KEEP; ++i) {
+    const int group = threadIdx.x + i * THREADS;
+    if (group < groups) {
+      weights[i] = load_weights(weight, group);
+    }
+  }
+  wait_for_previous();
   const int64_t source = p.row_index != nullptr ? p.row_index[blockIdx.x] : blockIdx.x;
   const In* x = static_cast<const In*>(p.x) + source * p.x_stride;
-  const W* weight = static_cast<const W*>(p.weight);
   Out* out = static_cast<Out*>(p.out) + blockIdx.x * p.out_stride;
-  const int groups = p.width / 4;
   Vec4<In> kept[KEEP];
   float squares = 0.0f;
 #pragma unroll
@@ -77,11 +97,11 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
   for (int i = 0; i < KEEP; ++i) {
     const int group = threadIdx.x + i * THREADS;
     if (group < groups) {
-      store4(out, group, scale4<In, W, Out>(kept[i], scale, weight, group));
+      store4(out, group, scale4<In, W, Out>(kept[i], scale, weights[i]));
     }
   }
   for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) {
-    store4(out, group, scale4<In, W, Out>(load4(x, group), scale, weight, group));
+    store4(out, group, scale4<In, W, Out>(load4(x, group), scale, load_weights(weight, group)));
   }
 }
 
@@ -89,6 +109,8 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
 template <class In, class W, class Out>
 __global__ void __launch_bounds__(THREADS) rms_norm_scalar(const Params p) {
   __shared__ float partial[THREADS / 32];
+  let_next_start();
+  wait_for_previous();
   const int64_t source = p.row_index != nullptr ? p.row_index[blockIdx.x] : blockIdx.x;
   const In* x = static_cast<const In*>(p.x) + source * p.x_stride;
   const W* weight = static_cast<const W*>(p.weight);
@@ -109,35 +131,35 @@ bool aligned4(const Rows& rows) {
 }
 
 template <class In, class W, class Out>
-void launch(const RmsNormArgs& args, cudaStream_t stream) {
+void launch(const RmsNormArgs& args, const CudaStream& state) {
   const Params params{args.x.data,   args.row_index,  args.weight.data, args.out.data,
                       args.x.stride, args.out.stride, args.width,       args.eps};
   const auto rows = static_cast<unsigned>(args.num_rows);
   if (args.width % 4 == 0 && aligned4(args.x) && aligned4(args.out)) {
-    rms_norm_vec<In, W, Out><<<rows, THREADS, 0, stream>>>(params);
+    launch_dependent(rms_norm_vec<In, W, Out>, dim3(rows), THREADS, 0, state, params);
   } else {
-    rms_norm_scalar<In, W, Out><<<rows, THREADS, 0, stream>>>(params);
+    launch_dependent(rms_norm_scalar<In, W, Out>, dim3(rows), THREADS, 0, state, params);
   }
 }
 
 template <class In, class Out>
-void launch_for_weight(const RmsNormArgs& args, cudaStream_t stream) {
+void launch_for_weight(const RmsNormArgs& args, const CudaStream& state) {
   switch (args.weight.dtype) {
     case Dtype::kF32:
-      return launch<In, float, Out>(args, stream);
+      return launch<In, float, Out>(args, state);
     case Dtype::kF16:
-      return launch<In, __half, Out>(args, stream);
+      return launch<In, __half, Out>(args, state);
     case Dtype::kBf16:
-      return launch<In, __nv_bfloat16, Out>(args, stream);
+      return launch<In, __nv_bfloat16, Out>(args, state);
   }
 }
 
 template <class In>
-void launch_for_out(const RmsNormArgs& args, cudaStream_t stream) {
+void launch_for_out(const RmsNormArgs& args, const CudaStream& state) {
   if (args.out.dtype == Dtype::kF32) {
-    return launch_for_weight<In, float>(args, stream);
+    return launch_for_weight<In, float>(args, state);
   }
-  return launch_for_weight<In, __nv_bfloat16>(args, stream);
+  return launch_for_weight<In, __nv_bfloat16>(args, state);
 }
 
 }  // namespace
@@ -149,9 +171,9 @@ void rms_norm_cuda(const RmsNormArgs& args, Stream& stream) {
     return;
   }
   if (args.x.dtype == Dtype::kF32) {
-    launch_for_out<float>(args, cuda_stream(stream));
+    launch_for_out<float>(args, cuda_state(stream));
   } else {
-    launch_for_out<__nv_bfloat16>(args, cuda_stream(stream));
+    launch_for_out<__nv_bfloat16>(args, cuda_state(stream));
   }
   check_launch("rms_norm");
 }

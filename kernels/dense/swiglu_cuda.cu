@@ -31,6 +31,8 @@ __device__ __forceinline__ float silu_times(float z, float up) {
 
 template <class Out, bool ALIGNED>
 __global__ void __launch_bounds__(THREADS) swiglu_kernel(const Params p) {
+  let_next_start();
+  wait_for_previous();
   const int64_t row = blockIdx.x / p.runs;
   const int first = static_cast<int>(blockIdx.x % p.runs) * THREADS;
   const float* gate = p.gate + row * p.gate_stride;
@@ -60,15 +62,15 @@ bool aligned4(const Rows& rows) {
 }
 
 template <class Out>
-void launch(const SwigluArgs& args, const Rows& out, cudaStream_t stream) {
+void launch(const SwigluArgs& args, const Rows& out, const CudaStream& state) {
   const int runs = (args.width + 4 * THREADS - 1) / (4 * THREADS);
   const Params params{args.gate.f32(), args.up.f32(), out.data,   args.gate.stride,
                       args.up.stride,  out.stride,    args.width, runs};
   const auto blocks = static_cast<unsigned>(int64_t{args.num_rows} * runs);
   if (args.width % 4 == 0 && aligned4(args.gate) && aligned4(args.up) && aligned4(out)) {
-    swiglu_kernel<Out, true><<<blocks, THREADS, 0, stream>>>(params);
+    launch_dependent(swiglu_kernel<Out, true>, dim3(blocks), THREADS, 0, state, params);
   } else {
-    swiglu_kernel<Out, false><<<blocks, THREADS, 0, stream>>>(params);
+    launch_dependent(swiglu_kernel<Out, false>, dim3(blocks), THREADS, 0, state, params);
   }
 }
 
@@ -83,9 +85,9 @@ void swiglu_cuda(const SwigluArgs& args, Stream& stream) {
     return;
   }
   if (out.dtype == Dtype::kF32) {
-    launch<float>(args, out, cuda_stream(stream));
+    launch<float>(args, out, cuda_state(stream));
   } else {
-    launch<__nv_bfloat16>(args, out, cuda_stream(stream));
+    launch<__nv_bfloat16>(args, out, cuda_state(stream));
   }
   check_launch("swiglu");
 }

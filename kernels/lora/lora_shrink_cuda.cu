@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_shrink on CUDA. An item is 16 ranks of one module for up to 32 rows of one segment: its block's 8 warps split K
-// into contiguous ranges of 64-input blocks (kernels/cuda/mma_tile.cuh), A streams from the pool straight into
-// registers, and the warps' sums are added in warp order. How many items there are is known on the device only, so a
-// fixed number of blocks walks all of them in a stride. Tiles of rows are numbered so that a segment begins at tile
-// begin / 32 + segment: no prefix sum over segments is needed, at the price of at most one empty tile a segment.
-// Limited by memory while segments are short (each adapter's A once), by L2 reads of x for long ones.
+// lora_shrink on CUDA. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh. Many: an item is 16 ranks of one module
+// for up to 32 rows of one segment: its block's 8 warps split K into contiguous ranges of 64-input blocks
+// (kernels/cuda/mma_tile.cuh), A streams from the pool straight into registers, and the warps' sums are added in warp
+// order. How many items there are is known on the device only, so a fixed number of blocks walks all of them in a
+// stride. Tiles of rows are numbered so that a segment begins at tile begin / 32 + segment: no prefix sum over segments
+// is needed, at the price of at most one empty tile a segment. Limited by memory while segments are short (each
+// adapter's A once), by L2 reads of x for long ones.
 #include "kernels/lora/lora_shrink_cuda.h"
 
 #include <cuda_bf16.h>
@@ -15,6 +16,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
+#include "kernels/lora/lora_shrink_rows.cuh"
 
 namespace moelora {
 namespace {
@@ -24,6 +26,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCKS_PER_SM = 2;
 constexpr int ROWS = 32;   // of a tile
 constexpr int RANKS = 16;  // of an item: two panels of A
+// Up to here rows are taken without their segments.
+constexpr int64_t FEW_ROWS = 64;
+constexpr int64_t FEW_PAIRS = 1024;
 
 struct Params {
   AdapterTable table;
@@ -75,11 +80,11 @@ __device__ __forceinline__ int find_segment(const Params& p, int num_segments, i
   return low;
 }
 
-__device__ __forceinline__ const LoraRecord* find_record(const Params& p, int segment, int slot, int module) {
+__device__ __forceinline__ const ResolvedLora* find_record(const Params& p, int segment, int slot, int module) {
   if (p.segment_expert == nullptr) {
-    return p.table.dense(slot, p.layer, static_cast<LoraModule>(module));
+    return p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(module));
   }
-  return p.table.expert(slot, p.layer, p.segment_expert[segment], static_cast<ExpertModule>(module));
+  return p.table.resolved_expert(slot, p.layer, p.segment_expert[segment], static_cast<ExpertModule>(module));
 }
 
 // acc += A x over the 64-input blocks [begin, end); x[j]: row of this lane's token of group j, null = none.
@@ -182,6 +187,8 @@ __device__ __forceinline__ void shrink_item(const Params& p, const Item& item, f
 
 __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) lora_shrink(const __grid_constant__ Params p) {
   __shared__ float partial[WARPS * RANKS * ROWS];
+  wait_for_previous();
+  let_next_start();
   const int num_segments = *p.num_segments;
   if (num_segments == 0) {
     return;
@@ -196,17 +203,19 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) lora_shrink(const __gr
     Item item;
     item.first = p.segment_begin[segment] + (tile - first_tile(p, segment)) * ROWS;
     item.count = min(end - item.first, ROWS);
-    item.slot = p.segment_slot[segment];
-    item.module = index % per_tile / rank_tiles;
-    item.first_rank = index % rank_tiles * RANKS;
     if (item.count <= 0) {
       continue;
     }
-    const LoraRecord* record = find_record(p, segment, item.slot, p.modules[item.module]);
-    if (record == nullptr || item.first_rank >= record->rank) {
+    item.slot = p.segment_slot[segment];
+    item.module = index % per_tile / rank_tiles;
+    item.first_rank = index % rank_tiles * RANKS;
+    const ResolvedLora* record = find_record(p, segment, item.slot, p.modules[item.module]);
+    if (item.first_rank >= record->rank) {
       continue;
     }
-    item.record = *record;
+    item.record.a = record->a;
+    item.record.rank = record->rank;
+    item.record.scale = record->scale;
     if (item.count <= 8) {
       shrink_item<1, 4>(p, item, partial);
     } else if (item.count <= 16) {
@@ -217,12 +226,13 @@ __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) lora_shrink(const __gr
   }
 }
 
-// x, adapters and out; the rest is the caller's.
-template <class Args>
+// What both ways have in common; the rest is the caller's.
+template <class Params, class Args>
 Params common_params(const Args& args) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
   MOELORA_ASSERT(args.lora != nullptr && args.num_modules > 0 && args.rank_stride % 8 == 0);
+  MOELORA_ASSERT(args.lora->table.resolved != nullptr);
   Params p{};
   p.table = args.lora->table;
   p.x = static_cast<const __nv_bfloat16*>(args.x.data);
@@ -233,7 +243,6 @@ Params common_params(const Args& args) {
     p.modules[m] = static_cast<int>(args.modules[m]);
   }
   p.num_modules = args.num_modules;
-  p.max_rank = args.lora->counts + 2;
   p.row_scale = args.lora->row_scale;
   p.out = args.out;
   p.rank_stride = args.rank_stride;
@@ -241,12 +250,13 @@ Params common_params(const Args& args) {
 }
 
 // At most `positions` segments: no more blocks than there can be items, nor than run at once.
-void launch(const Params& p, int64_t positions, Stream& stream) {
+void launch(Params& p, const LoraBatch& lora, int64_t positions, Stream& stream) {
+  p.max_rank = lora.counts + 2;
   const int64_t rank_tiles = (p.rank_stride + RANKS - 1) / RANKS;
   const int64_t items = (positions / ROWS + positions) * p.num_modules * rank_tiles;
   const int64_t resident = static_cast<int64_t>(cuda_state(stream).num_sms) * BLOCKS_PER_SM;
   const auto blocks = static_cast<unsigned>(std::min(items, resident));
-  lora_shrink<<<blocks, THREADS, 0, cuda_stream(stream)>>>(p);
+  launch_dependent(lora_shrink, dim3(blocks), THREADS, 0, cuda_state(stream), p);
   check_launch("lora_shrink");
 }
 
@@ -256,19 +266,39 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   if (args.num_rows == 0 || args.num_modules == 0) {
     return;
   }
-  Params p = common_params(args);
+  if (args.num_rows <= FEW_ROWS) {
+    auto p = common_params<shrink_rows::Params>(args);
+    p.row_slot = args.lora->row_slot;
+    p.count = args.num_rows;
+    shrink_rows::launch<false>(p, cuda_state(stream));
+    return;
+  }
+  auto p = common_params<Params>(args);
   p.segment_begin = args.lora->segment_begin;
   p.segment_slot = args.lora->segment_slot;
   p.num_segments = args.lora->counts + 1;
   p.rows = args.lora->sorted_rows;
-  launch(p, args.num_rows, stream);
+  launch(p, *args.lora, args.num_rows, stream);
 }
 
 void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   if (args.num_rows == 0 || args.num_modules == 0) {
     return;
   }
-  Params p = common_params(args);
+  const int64_t pairs = static_cast<int64_t>(args.num_rows) * args.top_k;
+  if (pairs <= FEW_PAIRS) {
+    MOELORA_ASSERT(args.num_experts <= shrink_rows::kMaxExperts);
+    auto p = common_params<shrink_rows::Params>(args);
+    p.row_slot = args.lora->row_slot;
+    p.pair_row = args.order.pair_row;
+    p.expert_begin = args.order.expert_begin;
+    p.num_experts = args.num_experts;
+    p.count = static_cast<int>(pairs);
+    p.x_by_position = args.x_sorted;
+    shrink_rows::launch<true>(p, cuda_state(stream));
+    return;
+  }
+  auto p = common_params<Params>(args);
   p.segment_begin = args.order.segment_begin;
   p.segment_slot = args.order.segment_slot;
   p.segment_expert = args.order.segment_expert;
@@ -276,7 +306,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   p.rows = args.order.pair_row;
   p.x_by_position = args.x_sorted;
   p.out_by_position = true;
-  launch(p, static_cast<int64_t>(args.num_rows) * args.top_k, stream);
+  launch(p, *args.lora, pairs, stream);
 }
 
 }  // namespace moelora

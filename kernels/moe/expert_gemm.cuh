@@ -136,24 +136,29 @@ struct TilesSource {
     scales_ = reinterpret_cast<const uint32_t*>(p.scales[expert]) + tile * groups * 32 + lane_index() / 4 * 4;
   }
   __device__ __forceinline__ void load(Block& block, int b) const {
-    block.data = __ldg(data_ + b * 32);
-    block.scales = __ldg(scales_ + b / 4 * 32 + b % 4);
+    block.data = __ldg(data_ + static_cast<uint32_t>(b) * 32);
+    block.scales = __ldg(scales_ + scale_at(b));
   }
   static constexpr int kStageBytes = 512 + 128;
   __device__ __forceinline__ void copy(std::byte* stage, int b) const {
-    async_copy16(stage + 16 * lane_index(), data_ + b * 32, true);
-    async_copy4(stage + 512 + 4 * lane_index(), scales_ + b / 4 * 32 + b % 4);  // four blocks share a cache line
+    async_copy16(stage + 16 * lane_index(), data_ + static_cast<uint32_t>(b) * 32);
+    async_copy4(stage + 512 + 4 * lane_index(), scales_ + scale_at(b));  // four blocks share a cache line
   }
   static __device__ __forceinline__ void fetch(Block& block, const std::byte* stage) {
     block.data = *reinterpret_cast<const uint4*>(stage + 16 * lane_index());
     block.scales = *reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index());
   }
   static __device__ __forceinline__ void chunk(const Block& block, int c, uint4& low, uint4& high) {
-    low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, mxfp4_scale(block.scales >> (8 * c)));
-    high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, mxfp4_scale(block.scales >> (16 + 8 * c)));
+    const uint32_t scales = mxfp4_prepare_scales(block.scales);
+    low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, mxfp4_prepared_scale(scales, c));
+    high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, mxfp4_prepared_scale(scales, 2 + c));
   }
 
  private:
+  static __device__ __forceinline__ uint32_t scale_at(int b) {
+    const auto block = static_cast<uint32_t>(b);
+    return block / 4 * 32 + block % 4;
+  }
   const uint4* data_;
   const uint32_t* scales_;
 };
@@ -184,11 +189,15 @@ template <int NT>
 __device__ __forceinline__ bool module_delta(float (&delta)[NT][4], const ExpertGemm& p,
                                              const TokenAdapters<NT>& tokens, int slot, int expert, ExpertModule module,
                                              int index, int num_modules, int n_low, int n_high) {
-  const LoraRecord* stored = p.lora.table.expert(slot, p.lora.layer, expert, module);
-  if (stored == nullptr) {
+  const ResolvedLora* stored = p.lora.table.resolved_expert(slot, p.lora.layer, expert, module);
+  LoraRecord record;
+  record.rank = stored->rank;
+  record.scale = stored->scale;
+  record.b = stored->b;
+  record.bias = stored->bias;
+  if (record.rank == 0) {
     return false;
   }
-  const LoraRecord record = *stored;
   const float* s[NT];
 #pragma unroll
   for (int j = 0; j < NT; ++j) {

@@ -86,7 +86,10 @@ void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs,
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
   if constexpr (TILES) {
-    if (int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms) {
+    // With LoRA's further warp there are no registers for two.
+    const bool two =
+        p.lora.row_slot == nullptr && int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
+    if (two) {
       return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
     }
     return launch_expert_decode<GATE_UP, Source, 1, 6>(p, max_active, state);

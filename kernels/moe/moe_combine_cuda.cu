@@ -37,8 +37,10 @@ struct alignas(GROUP * sizeof(T) > 16 ? 16 : GROUP * sizeof(T)) Group {
 
 template <class Down, int GROUP>
 __global__ void __launch_bounds__(THREADS) combine_kernel(const Params p) {
+  let_next_start();
   const int64_t row = blockIdx.x / p.runs;
   const int column = (static_cast<int>(blockIdx.x % p.runs) * THREADS + threadIdx.x) * GROUP;
+  wait_for_previous();
   if (column >= p.width) {
     return;
   }
@@ -77,7 +79,7 @@ bool aligned16(const void* data, int64_t stride, size_t element) {
 }
 
 template <class Down, int GROUP>
-void launch(const MoeCombineArgs& args, cudaStream_t stream) {
+void launch(const MoeCombineArgs& args, const CudaStream& state) {
   const int runs = (args.width + THREADS * GROUP - 1) / (THREADS * GROUP);
   const Params params{args.down.data,
                       args.weights,
@@ -93,19 +95,19 @@ void launch(const MoeCombineArgs& args, cudaStream_t stream) {
                       args.width,
                       runs};
   const auto blocks = static_cast<unsigned>(int64_t{args.num_rows} * runs);
-  combine_kernel<Down, GROUP><<<blocks, THREADS, 0, stream>>>(params);
+  launch_dependent(combine_kernel<Down, GROUP>, dim3(blocks), THREADS, 0, state, params);
 }
 
 template <class Down>
-void launch_for_width(const MoeCombineArgs& args, cudaStream_t stream) {
+void launch_for_width(const MoeCombineArgs& args, const CudaStream& state) {
   constexpr int kGroup = 16 / sizeof(Down);
   const bool aligned = args.width % kGroup == 0 && aligned16(args.down.data, args.down.stride, sizeof(Down)) &&
                        aligned16(args.hidden.data, args.hidden.stride, sizeof(float)) &&
                        aligned16(args.shared.data, args.shared.stride, sizeof(float));
   if (aligned) {
-    launch<Down, kGroup>(args, stream);
+    launch<Down, kGroup>(args, state);
   } else {
-    launch<Down, 1>(args, stream);
+    launch<Down, 1>(args, state);
   }
 }
 
@@ -117,9 +119,9 @@ void moe_combine_cuda(const MoeCombineArgs& args, Stream& stream) {
     return;
   }
   if (args.down.dtype == Dtype::kF32) {
-    launch_for_width<float>(args, cuda_stream(stream));
+    launch_for_width<float>(args, cuda_state(stream));
   } else {
-    launch_for_width<__nv_bfloat16>(args, cuda_stream(stream));
+    launch_for_width<__nv_bfloat16>(args, cuda_state(stream));
   }
   check_launch("moe_combine");
 }

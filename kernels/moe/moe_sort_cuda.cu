@@ -24,7 +24,7 @@ struct Shared {
   static constexpr int BATCH = SMALL ? 1 : 4;  // groups of 32 items whose keys a warp loads at once
   // While counting: items of each key in the warp's run; afterwards: of the key in runs before it and already placed.
   uint16_t before[WARPS][MAX_EXPERTS];
-  int begin[MAX_EXPERTS + 1];  // items of lower keys
+  int begin[MAX_EXPERTS + 4];  // items of lower keys; a multiple of 16 bytes, so that no wide load spans two arrays
   uint32_t warp_sum[WARPS];
   int32_t slot_at[SMALL ? SMALL_PAIRS : 1];                // of sorted position
   unsigned heads[(SMALL ? SMALL_PAIRS : MAX_PAIRS) / 32];  // bit i % 32 of word i / 32: position i begins a segment
@@ -69,7 +69,7 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t
   __syncthreads();  // the sums of all warps are there
   uint32_t lower = 0;
   uint32_t all = 0;
-#pragma unroll
+#pragma unroll 16
   for (int w = 0; w < WARPS; ++w) {
     const uint32_t sum = warp_sum[w];
     lower += w < warp ? sum : 0u;
@@ -108,7 +108,7 @@ __device__ __forceinline__ int count_keys(Shared<WARPS, SMALL>& s, int count, in
   const int key = threadIdx.x;
   uint32_t sum = 0;
   if (key < num_keys) {
-#pragma unroll
+#pragma unroll 16
     for (int w = 0; w < WARPS; ++w) {
       const uint32_t here = s.before[w][key];
       s.before[w][key] = static_cast<uint16_t>(sum);
@@ -276,9 +276,11 @@ __device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<WA
 }
 
 template <int WARPS, bool SMALL>
-__global__ void __launch_bounds__(WARPS * 32) sort_kernel(const MoeSortArgs args) {
+__global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs args) {
   static_assert(WARPS * 32 >= MAX_EXPERTS && MAX_EXPERTS >= 1 << DIGIT_BITS);
   __shared__ Shared<WARPS, SMALL> s;
+  let_next_start();
+  wait_for_previous();
   const MoeOrder& order = args.order;
   const int pairs = args.num_rows * args.top_k;
   const int32_t* rows = order_rows(args, s);
@@ -323,9 +325,9 @@ void moe_sort_cuda(const MoeSortArgs& args, Stream& stream) {
     return;
   }
   if (pairs <= SMALL_PAIRS) {
-    sort_kernel<16, true><<<1, 16 * 32, 0, cuda_stream(stream)>>>(args);
+    launch_dependent(sort_kernel<16, true>, dim3(1), 16 * 32, 0, cuda_state(stream), args);
   } else {
-    sort_kernel<32, false><<<1, 32 * 32, 0, cuda_stream(stream)>>>(args);
+    launch_dependent(sort_kernel<32, false>, dim3(1), 32 * 32, 0, cuda_state(stream), args);
   }
   check_launch("moe_sort");
 }

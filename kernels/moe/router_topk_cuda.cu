@@ -36,6 +36,8 @@ __global__ void __launch_bounds__(WARPS * 32)
                   int32_t* ids, float* weights) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  let_next_start();
+  wait_for_previous();
   if (row >= num_rows) {
     return;
   }
@@ -100,11 +102,10 @@ __global__ void __launch_bounds__(WARPS * 32)
 }
 
 template <int PER_LANE>
-void launch(const RouterTopkArgs& args, cudaStream_t stream) {
+void launch(const RouterTopkArgs& args, const CudaStream& state) {
   const auto blocks = static_cast<unsigned>((args.num_rows + WARPS - 1) / WARPS);
-  router_kernel<PER_LANE><<<blocks, WARPS * 32, 0, stream>>>(args.logits.f32(), args.logits.stride, args.num_rows,
-                                                             args.num_experts, args.top_k, args.renormalize, args.ids,
-                                                             args.weights);
+  launch_dependent(router_kernel<PER_LANE>, dim3(blocks), WARPS * 32, 0, state, args.logits.f32(), args.logits.stride,
+                   args.num_rows, args.num_experts, args.top_k, args.renormalize, args.ids, args.weights);
 }
 
 }  // namespace
@@ -116,15 +117,15 @@ void router_topk_cuda(const RouterTopkArgs& args, Stream& stream) {
     return;
   }
   if (args.num_experts <= 32) {
-    launch<1>(args, cuda_stream(stream));
+    launch<1>(args, cuda_state(stream));
   } else if (args.num_experts <= 64) {
-    launch<2>(args, cuda_stream(stream));
+    launch<2>(args, cuda_state(stream));
   } else if (args.num_experts <= 128) {
-    launch<4>(args, cuda_stream(stream));
+    launch<4>(args, cuda_state(stream));
   } else if (args.num_experts <= 256) {
-    launch<8>(args, cuda_stream(stream));
+    launch<8>(args, cuda_state(stream));
   } else {
-    launch<16>(args, cuda_stream(stream));
+    launch<16>(args, cuda_state(stream));
   }
   check_launch("router_topk");
 }

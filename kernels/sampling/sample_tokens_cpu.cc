@@ -12,6 +12,7 @@
 #include "kernels/sampling/candidates.h"
 #include "kernels/sampling/exp_block.h"
 #include "kernels/sampling/philox.h"
+#include "kernels/sampling/sample_row.h"
 
 namespace moelora {
 namespace {
@@ -145,8 +146,14 @@ void report_logprobs(const SampleRow& row, const float* logits, int32_t count, f
   }
 }
 
-void sample_row(const SampleRow& row, const float* logits, int32_t count, const Scratch& scratch,
-                SampleOutput& output) {
+}  // namespace
+
+void sample_row_host(const SampleRow& row, const float* logits, int32_t count, std::byte* memory,
+                     SampleOutput& output) {
+  // Arrays start on cache lines; the 256 spare bytes of the scratch pay for the rounding.
+  const auto stride = (static_cast<int64_t>(count) + 15) / 16 * 16;
+  auto* base = reinterpret_cast<float*>(memory);
+  const Scratch scratch{base, base + stride, reinterpret_cast<int32_t*>(base + 2 * stride)};
   output.token = -1;
   output.status = 1;
   const Best raw = find_best(logits, count);
@@ -176,18 +183,12 @@ void sample_row(const SampleRow& row, const float* logits, int32_t count, const 
   }
 }
 
-}  // namespace
-
 void sample_tokens_cpu(const SampleTokensArgs& args, Stream& stream) {
   MOELORA_ASSERT(stream.scratch_bytes() >= sample_tokens_scratch_bytes(static_cast<size_t>(args.vocab_size)));
   const float* const logits = args.logits.f32();
-  // Arrays start on cache lines; the 256 spare bytes of the scratch pay for the rounding.
-  const auto stride = (static_cast<int64_t>(args.vocab_size) + 15) / 16 * 16;
   stream.parallel_for(static_cast<size_t>(args.num_rows), [&](size_t index, int worker) {
-    auto* base = reinterpret_cast<float*>(stream.scratch(worker));
-    const Scratch scratch{base, base + stride, reinterpret_cast<int32_t*>(base + 2 * stride)};
-    sample_row(args.rows[index], logits + static_cast<int64_t>(index) * args.logits.stride, args.vocab_size, scratch,
-               args.outputs[index]);
+    sample_row_host(args.rows[index], logits + static_cast<int64_t>(index) * args.logits.stride, args.vocab_size,
+                    stream.scratch(worker), args.outputs[index]);
   });
 }
 

@@ -133,20 +133,23 @@ std::optional<bool> reversed_by_sizes(const WrapperPair& wrapper) {
 }
 
 // PEFT up to 0.19.0 took dimension 1 of a parameter as the input, whatever it means; for [E, out, in] parameters, as in
-// every family here, that is the output. 0.19.1 corrected it.
+// every family but gpt-oss, that is the output. 0.19.1 corrected it. gpt-oss stores [E, in, out], which suited the old
+// rule; 0.19.0 swapped it by mistake, 0.19.1 does not, both provided that transformers (5) says how it is stored.
 bool reversed_by_version(const WrapperPair& wrapper, const LoadContext& context) {
   const PeftVersion& version = context.adapter.peft_version;
   const auto number = std::tuple(version.major, version.minor, version.patch);
   const auto fixed = std::tuple(0, 19, 1);
+  const bool gpt_oss = context.model.family == Family::kGptOss;
   const std::string text = "tensors " + shapes_text(*wrapper.pair) + " are square, so that their orientation ";
-  if (version.major == -2 || (version.dev && number == fixed)) {
+  if (version.major == -2 || (version.dev && (number == fixed || (gpt_oss && number == std::tuple(0, 19, 0))))) {
     context.mismatch(text + "cannot be told (peft_version '" + context.adapter.peft_version_text +
                      "'); set expert_orientation to natural or reversed");
   }
-  const bool reversed = number < fixed;
+  const bool reversed = gpt_oss ? number == std::tuple(0, 19, 0) : number < fixed;
+  const char* doubt = gpt_oss && number >= std::tuple(0, 19, 0) ? " (transformers 4 gave the opposite)" : "";
   context.warnings.push_back(context.file + ": " + text + "is taken from peft_version (" +
                              (version.major == -1 ? "absent" : context.adapter.peft_version_text) +
-                             "): " + (reversed ? "reversed" : "natural") + "; expert_orientation overrides it");
+                             "): " + (reversed ? "reversed" : "natural") + doubt + "; expert_orientation overrides it");
   return reversed;
 }
 
@@ -186,11 +189,12 @@ bool decide_grouped(const LoadContext& context) {
   return context.adapter.b_layout == ExpertBLayout::kGroupedByExpert;
 }
 
-// Part of an adapter's output axis that one linear of the expert takes.
+// Part of an adapter's output axis that one linear of the expert takes: outputs first, first + step, ...
 struct OutputPart {
   ExpertModule module;
   int32_t first;
   int32_t count;
+  int32_t step = 1;
 };
 
 std::vector<OutputPart> output_parts(bool gate_up, const ModelConfig& model) {
@@ -198,6 +202,9 @@ std::vector<OutputPart> output_parts(bool gate_up, const ModelConfig& model) {
     return {{ExpertModule::kDown, 0, model.hidden_size}};
   }
   const int32_t width = model.moe_intermediate_size;
+  if (model.family == Family::kGptOss) {  // by turns, as in the base
+    return {{ExpertModule::kGate, 0, width, 2}, {ExpertModule::kUp, 1, width, 2}};
+  }
   return {{ExpertModule::kGate, 0, width}, {ExpertModule::kUp, width, width}};
 }
 
@@ -223,6 +230,7 @@ void append_wrapper(const WrapperPair& wrapper, bool reversed, bool grouped, con
       MatrixView& shrink = reversed ? b : a;
       MatrixView& expand = reversed ? a : b;
       expand.offset += part.first * expand.column_stride;
+      expand.column_stride *= part.step;
       expand.columns = part.count;
       record.a = shrink;
       record.b = expand;
@@ -270,7 +278,8 @@ void append_stacked(const AdapterPair& pair, const LoadContext& context, std::ve
       record.scale = scale.scale;
       record.dtype = packed_dtype(*pair.a, *pair.b, context);
       record.a = {pair.a, (a[0] == 1 ? 0 : e * a[1] * shape.in) + block, shape.in, 1, shape.in};
-      record.b = {pair.b, (b[0] == 1 ? 0 : e * rank * shape.out) + parts[i].first * rank, 1, rank, parts[i].count};
+      record.b = {pair.b, (b[0] == 1 ? 0 : e * rank * shape.out) + parts[i].first * rank, 1, rank * parts[i].step,
+                  parts[i].count};
       records.push_back(record);
     }
   }

@@ -236,7 +236,7 @@ NameMatch match_mlp(int32_t layer, const Segments& rest, const ModelConfig& conf
   if (rest[0] == "experts") {
     return match_experts(layer, Segments(rest.begin() + 1, rest.end()), config);
   }
-  if (rest.size() == 1 && rest[0] == "gate") {
+  if (rest.size() == 1 && rest[0] == (config.family == Family::kGptOss ? "router" : "gate")) {
     return target(layer, TargetKind::kDense, number(LoraModule::kRouter));
   }
   if (config.shared_intermediate_size > 0) {

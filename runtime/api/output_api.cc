@@ -149,6 +149,20 @@ moelora_status moelora_request_read_captured(moelora_engine* engine, moelora_req
   });
 }
 
+moelora_status moelora_request_router_gap(moelora_engine* engine, moelora_request request, int32_t row, float* gap,
+                                          moelora_error* err) {
+  return guard(err, [&] {
+    const EngineCall call(engine);
+    required(gap, "gap");
+    const std::shared_ptr<Submission> submission = submission_of(*call, request);
+    if (!submission->stream->router_gap(row, gap)) {
+      throw Error(Status::kInvalid,
+                  fmt::format("row {} of {} captured ones", row, submission->stream->captured_rows()));
+    }
+    return Status::kOk;
+  });
+}
+
 namespace {
 
 // A request that ends with the call, known by a handle meanwhile so that the release of the engine finds it.

@@ -139,7 +139,7 @@ void Engine::Parts::commit(double now) {
       device->copy_to_host(captured_.data(), row, captured_.size() * sizeof(float), *stream);
       row = captured_.data();
     }
-    capture.sequence->submission->stream->capture(capture.position, row);
+    capture.sequence->submission->stream->capture(capture.position, row, step_input->router_gap(capture));
   }
   for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
     commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "kernels/base/error.h"
 
@@ -59,6 +60,7 @@ StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry, 
   sampled_.reserve(logit_rows);
   sample_rows_.reserve(logit_rows);
   captures_.reserve(logit_rows);
+  router_gaps_.resize(device.is_host() ? static_cast<size_t>(limits.num_rows_max) : 0);
   input_.kv.layout = geometry.layout;
   input_.kv.page_bytes = geometry.page_bytes;
   input_.kv.block_tables = reinterpret_cast<const int32_t*>(block_tables_->device());
@@ -140,7 +142,17 @@ void StepInput::stage(const Batch& batch, const PagePool& pool, const AdapterCac
       captures_.push_back({entry.sequence, logit_row, position - entry.sequence->num_history});
     }
   }
+  input_.router_gaps = nullptr;
+  if (!captures_.empty() && !router_gaps_.empty()) {
+    std::fill_n(router_gaps_.data(), input_.num_rows, std::numeric_limits<float>::infinity());
+    input_.router_gaps = router_gaps_.data();
+  }
   stage_adapters(batch, adapters);
+}
+
+float StepInput::router_gap(const CaptureRow& capture) const {
+  const auto row = static_cast<size_t>(logit_rows_[capture.logit_row]);
+  return router_gaps_.empty() ? -1.0f : router_gaps_[row];
 }
 
 void StepInput::stage_entry(const BatchEntry& entry, int32_t sequence_index) {

@@ -55,6 +55,8 @@ class StepInput {
   [[nodiscard]] const std::vector<Sequence*>& sampled() const { return sampled_; }
   [[nodiscard]] const SampleRow* sample_rows() const { return sample_rows_.data(); }
   [[nodiscard]] const std::vector<CaptureRow>& captures() const { return captures_; }
+  // Smallest router gap of the row over its layers (router_gap.h); infinity without a router, -1: not known (CUDA).
+  [[nodiscard]] float router_gap(const CaptureRow& capture) const;
   [[nodiscard]] int32_t num_adapters() const { return num_adapters_; }
 
   // Token counts of a running sequence for penalties; rebuilt when it starts, kept current by `count_token`.
@@ -87,6 +89,7 @@ class StepInput {
   std::vector<Sequence*> sampled_;
   std::vector<SampleRow> sample_rows_;
   std::vector<CaptureRow> captures_;
+  std::vector<float> router_gaps_;  // [num_rows_max] on the host's own backend, else empty
   int32_t num_adapters_ = 0;
   uint16_t* token_states_ = nullptr;  // [num_sequences_max, V], touched only by requests with penalties
   size_t token_states_bytes_ = 0;

@@ -150,6 +150,7 @@ TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared
     : tokens_(host_memory()),
       logprobs_(host_memory()),
       captured_(host_memory()),
+      router_gaps_(host_memory()),
       vocab_size_(vocab_size),
       queue_(std::move(queue)),
       handle_(handle),
@@ -165,6 +166,7 @@ TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared
         history_tokens + static_cast<int64_t>(request.prompt.size()) + static_cast<int64_t>(max_tokens);
     const int64_t rows = std::max<int64_t>(positions - request.capture_from, 0);
     captured_.reserve(static_cast<size_t>(rows) * static_cast<size_t>(vocab_size));
+    router_gaps_.reserve(static_cast<size_t>(rows));
   }
   result_.message.reserve(512);
   if (queue_) {
@@ -189,12 +191,13 @@ void TokenStream::emit(int32_t token, const TopLogprob* logprobs, size_t num_log
   }
 }
 
-void TokenStream::capture(int32_t position, const float* logits) {
+void TokenStream::capture(int32_t position, const float* logits, float router_gap) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (captured_rows_ == 0) {
     captured_first_ = position;
   }
   captured_.insert(captured_.end(), logits, logits + vocab_size_);
+  router_gaps_.push_back(router_gap);
   ++captured_rows_;
 }
 
@@ -303,6 +306,15 @@ size_t TokenStream::read_captured(int32_t row, float* buffer, size_t capacity) c
   }
   std::copy_n(captured_.begin() + static_cast<ptrdiff_t>(static_cast<size_t>(row) * width), width, buffer);
   return width;
+}
+
+bool TokenStream::router_gap(int32_t row, float* gap) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (row < 0 || row >= captured_rows_) {
+    return false;
+  }
+  *gap = router_gaps_[static_cast<size_t>(row)];
+  return true;
 }
 
 }  // namespace moelora

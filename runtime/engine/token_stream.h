@@ -103,7 +103,7 @@ class TokenStream {
 
   // Engine thread.
   void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs);
-  void capture(int32_t position, const float* logits);
+  void capture(int32_t position, const float* logits, float router_gap);
   void finish(const RequestResult& result);
   [[nodiscard]] size_t unread() const;
 
@@ -123,6 +123,8 @@ class TokenStream {
   [[nodiscard]] int32_t captured_first() const;
   // Copies a row; returns vocab_size, or 0 if there is no such row. Copies nothing if capacity is smaller.
   size_t read_captured(int32_t row, float* buffer, size_t capacity) const;
+  // Router gap of a captured row; false if there is no such row.
+  bool router_gap(int32_t row, float* gap) const;
 
  private:
   mutable std::mutex mutex_;
@@ -131,6 +133,7 @@ class TokenStream {
   size_t num_read_ = 0;
   std::pmr::vector<TopLogprob> logprobs_;
   std::pmr::vector<float> captured_;
+  std::pmr::vector<float> router_gaps_;
   int32_t captured_first_ = -1;
   int32_t captured_rows_ = 0;
   int32_t vocab_size_ = 0;

@@ -15,7 +15,8 @@ void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspac
   attention.row_begin = input.row_begin;
   attention.positions = input.positions;
   attention.scale = 1.0f / std::sqrt(static_cast<float>(config_.head_dim));
-  attention.window = config_.sliding_window;
+  attention.window = config_.layer_window[static_cast<size_t>(layer)];
+  attention.sinks = weights_.layers[static_cast<size_t>(layer)].sinks;
   attention.kv = input.kv;
   attention.layer = layer;
   attention.num_rows = input.num_rows;

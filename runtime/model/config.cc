@@ -8,26 +8,18 @@
 #include <array>
 #include <filesystem>
 
-#include <fmt/format.h>
-
-#include "kernels/base/error.h"
-#include "runtime/io/json.h"
-#include "runtime/model/rope.h"
+#include "runtime/model/config_source.h"
 
 namespace moelora {
 namespace {
-
-constexpr int64_t kWidthMax = int64_t{1} << 24;  // any matrix dimension, vocabulary included
-constexpr int64_t kLayersMax = 4096;
-constexpr int64_t kExpertsMax = 4096;
-constexpr int64_t kPositionsMax = int64_t{1} << 30;
 
 struct FamilyName {
   const char* architecture;
   const char* model_type;
   Family family;
 };
-constexpr std::array<FamilyName, 6> kFamilies = {{
+constexpr std::array<FamilyName, 7> kFamilies = {{
+    {"GptOssForCausalLM", "gpt_oss", Family::kGptOss},
     {"Qwen3MoeForCausalLM", "qwen3_moe", Family::kQwen3Moe},
     {"Qwen2MoeForCausalLM", "qwen2_moe", Family::kQwen2Moe},
     {"MixtralForCausalLM", "mixtral", Family::kMixtral},
@@ -36,34 +28,7 @@ constexpr std::array<FamilyName, 6> kFamilies = {{
     {"Qwen3ForCausalLM", "qwen3", Family::kQwen3},
 }};
 
-// config.json with its file name, for messages.
-struct Source {
-  const Json& json;
-  const std::string& file;
-
-  [[nodiscard]] bool has(const char* key) const {
-    const auto found = json.find(key);
-    return found != json.end() && !found->is_null();
-  }
-  [[noreturn]] void corrupt(const std::string& what) const {
-    throw Error(Status::kCorrupt, fmt::format("{}: {}", file, what));
-  }
-  [[noreturn]] void unsupported(const std::string& what) const {
-    throw Error(Status::kUnsupported, fmt::format("{}: {}", file, what));
-  }
-  [[nodiscard]] int32_t checked(const char* key, int64_t value, int64_t least, int64_t most) const {
-    if (value < least || value > most) {
-      corrupt(fmt::format("key '{}' is {}, must lie in {} to {}", key, value, least, most));
-    }
-    return static_cast<int32_t>(value);
-  }
-  [[nodiscard]] int32_t size(const char* key, int64_t most = kWidthMax) const {
-    return checked(key, json_int(json, key, file), 1, most);
-  }
-  [[nodiscard]] bool flag(const char* key, bool fallback) const { return json_bool_or(json, key, fallback, file); }
-};
-
-void parse_architecture(const Source& source, ModelConfig& config) {
+void parse_architecture(const ConfigSource& source, ModelConfig& config) {
   std::string wanted;
   bool by_type = false;
   const auto list = source.json.find("architectures");
@@ -94,8 +59,8 @@ void parse_architecture(const Source& source, ModelConfig& config) {
                                  printable(wanted), supported));
 }
 
-// Refuses what would silently give other numbers.
-void refuse_unimplemented(const Source& source) {
+// Refuses what would silently give other numbers; notes the one method that is implemented.
+void parse_quantization(const ConfigSource& source, ModelConfig& config) {
   for (const char* key : {"quantization_config", "compression_config"}) {
     if (!source.has(key)) {
       continue;
@@ -103,8 +68,15 @@ void refuse_unimplemented(const Source& source) {
     const Json& quantization = source.json.at(key);
     const std::string method =
         quantization.is_object() ? json_string_or(quantization, "quant_method", "unnamed", source.file) : "unnamed";
+    if (config.family == Family::kGptOss && method == "mxfp4" && key == std::string("quantization_config")) {
+      config.mxfp4_experts = true;
+      continue;
+    }
     source.unsupported(fmt::format("{}: quantisation method '{}' is not supported", key, printable(method)));
   }
+}
+
+void refuse_unimplemented(const ConfigSource& source) {
   for (const char* key : {"hidden_act", "hidden_activation"}) {
     const std::string activation = json_string_or(source.json, key, "silu", source.file);
     if (activation != "silu" && activation != "swish") {
@@ -113,7 +85,7 @@ void refuse_unimplemented(const Source& source) {
   }
 }
 
-Dtype parse_dtype(const Source& source) {
+Dtype parse_dtype(const ConfigSource& source) {
   const char* key = source.has("dtype") ? "dtype" : "torch_dtype";
   const std::string name = json_string_or(source.json, key, "bfloat16", source.file);
   if (name == "bfloat16") {
@@ -129,78 +101,7 @@ Dtype parse_dtype(const Source& source) {
       fmt::format("{} '{}' is not supported; supported: bfloat16, float16, float32", key, printable(name)));
 }
 
-void parse_attention(const Source& source, ModelConfig& config) {
-  config.num_heads = source.size("num_attention_heads", 65536);
-  config.num_kv_heads =
-      source.has("num_key_value_heads") ? source.size("num_key_value_heads", 65536) : config.num_heads;
-  if (config.num_heads % config.num_kv_heads != 0) {
-    source.corrupt(fmt::format("num_attention_heads {} is not a multiple of num_key_value_heads {}", config.num_heads,
-                               config.num_kv_heads));
-  }
-  if (source.has("head_dim")) {
-    config.head_dim = source.size("head_dim", 65536);
-  } else {
-    if (config.hidden_size % config.num_heads != 0) {
-      source.corrupt(fmt::format("head_dim is missing and hidden_size {} is not a multiple of num_attention_heads {}",
-                                 config.hidden_size, config.num_heads));
-    }
-    config.head_dim = config.hidden_size / config.num_heads;
-  }
-  if (config.head_dim % 2 != 0) {
-    source.corrupt(fmt::format("head_dim {} is odd", config.head_dim));
-  }
-  (void)source.checked("num_attention_heads * head_dim", int64_t{config.num_heads} * config.head_dim, 1, kWidthMax);
-
-  if (config.family == Family::kQwen2Moe) {
-    config.qkv_bias = source.flag("qkv_bias", true);
-  } else if (config.family != Family::kMixtral) {
-    config.qkv_bias = config.o_bias = source.flag("attention_bias", false);
-  }
-  if (config.family == Family::kQwen3 || config.family == Family::kQwen3Moe) {
-    config.qk_norm = QkNorm::kPerHead;
-  }
-  if (config.family == Family::kOlmoe) {
-    config.qk_norm = QkNorm::kFull;
-    const double clip = json_number_or(source.json, "clip_qkv", 0.0, source.file);
-    if (source.has("clip_qkv") && !(clip > 0.0)) {
-      source.corrupt(fmt::format("clip_qkv is {}, must be above 0", clip));
-    }
-    config.clip_qkv = static_cast<float>(clip);
-  }
-}
-
-// Only Mixtral has a window here, the same in every layer.
-void parse_window(const Source& source, ModelConfig& config) {
-  const bool qwen =
-      config.family == Family::kQwen3 || config.family == Family::kQwen3Moe || config.family == Family::kQwen2Moe;
-  if (qwen && source.flag("use_sliding_window", false)) {
-    source.unsupported("use_sliding_window true is not supported");
-  }
-  if (config.family == Family::kMixtral && source.has("sliding_window")) {
-    config.sliding_window = source.size("sliding_window", kPositionsMax);
-  }
-  if (!source.has("layer_types")) {
-    return;
-  }
-  const Json& types = source.json.at("layer_types");
-  if (!types.is_array() || types.size() != static_cast<size_t>(config.num_layers)) {
-    source.corrupt(
-        fmt::format("key 'layer_types' must be a list of num_hidden_layers = {} strings", config.num_layers));
-  }
-  const char* expected = config.sliding_window > 0 ? "sliding_attention" : "full_attention";
-  for (const Json& type : types) {
-    if (!type.is_string()) {
-      source.corrupt("key 'layer_types' must be a list of strings");
-    }
-    const std::string name = type.get<std::string>();
-    if (name != expected) {
-      source.unsupported(fmt::format("layer_types '{}' is not supported here; supported: {} in every layer",
-                                     printable(name), expected));
-    }
-  }
-}
-
-int32_t parse_num_experts(const Source& source) {
+int32_t parse_num_experts(const ConfigSource& source) {
   const bool own = source.has("num_experts");
   const bool local = source.has("num_local_experts");
   if (!own && !local) {
@@ -215,8 +116,35 @@ int32_t parse_num_experts(const Source& source) {
   return source.checked(key, count, 0, kExpertsMax);
 }
 
+// gpt-oss files hold the number under two names.
+int32_t parse_top_k(const ConfigSource& source, const ModelConfig& config) {
+  const char* other = "experts_per_token";
+  if (config.family != Family::kGptOss || !source.has(other)) {
+    return source.size("num_experts_per_tok", kExpertsMax);
+  }
+  const int32_t count = source.size(other, kExpertsMax);
+  if (source.has("num_experts_per_tok") && source.size("num_experts_per_tok", kExpertsMax) != count) {
+    source.corrupt(fmt::format("num_experts_per_tok is {}, {} is {}: they must be equal",
+                               source.size("num_experts_per_tok", kExpertsMax), other, count));
+  }
+  return count;
+}
+
+void parse_gpt_oss_experts(const ConfigSource& source, ModelConfig& config) {
+  const double limit = json_number_or(source.json, "swiglu_limit", 7.0, source.file);
+  if (!(limit > 0.0)) {
+    source.corrupt(fmt::format("swiglu_limit is {}, must be above 0", limit));
+  }
+  config.swiglu_limit = static_cast<float>(limit);
+  const int32_t group = 32;  // inputs of one MXFP4 scale
+  if (config.mxfp4_experts && (config.hidden_size % group != 0 || config.moe_intermediate_size % group != 0)) {
+    source.unsupported(fmt::format("mxfp4 needs hidden_size {} and intermediate_size {} to be multiples of {}",
+                                   config.hidden_size, config.moe_intermediate_size, group));
+  }
+}
+
 // Qwen: layer i is MoE unless listed in mlp_only_layers or off the decoder_sparse_step grid.
-void parse_qwen_sparse_layers(const Source& source, ModelConfig& config) {
+void parse_qwen_sparse_layers(const ConfigSource& source, ModelConfig& config) {
   const int64_t step = json_int_or(source.json, "decoder_sparse_step", 1, source.file);
   if (step < 1) {
     source.corrupt(fmt::format("decoder_sparse_step is {}, must be at least 1", step));
@@ -242,7 +170,7 @@ void parse_qwen_sparse_layers(const Source& source, ModelConfig& config) {
   }
 }
 
-void parse_feed_forward(const Source& source, ModelConfig& config) {
+void parse_feed_forward(const ConfigSource& source, ModelConfig& config) {
   config.layer_is_moe.assign(static_cast<size_t>(config.num_layers), 0);
   if (config.family == Family::kLlama || config.family == Family::kQwen3) {
     config.intermediate_size = source.size("intermediate_size");
@@ -269,30 +197,21 @@ void parse_feed_forward(const Source& source, ModelConfig& config) {
     return;
   }
   config.moe_intermediate_size = source.size(qwen ? "moe_intermediate_size" : "intermediate_size");
-  config.top_k = source.size("num_experts_per_tok", kExpertsMax);
+  config.top_k = parse_top_k(source, config);
   if (config.top_k > config.num_experts) {
     source.corrupt(fmt::format("num_experts_per_tok {} exceeds the {} experts", config.top_k, config.num_experts));
   }
-  config.norm_topk_prob = config.family == Family::kMixtral || source.flag("norm_topk_prob", false);
+  const bool always = config.family == Family::kMixtral || config.family == Family::kGptOss;
+  config.norm_topk_prob = always || source.flag("norm_topk_prob", false);
   if (config.family == Family::kQwen2Moe) {
     config.shared_intermediate_size = source.size("shared_expert_intermediate_size");
   }
+  if (config.family == Family::kGptOss) {
+    parse_gpt_oss_experts(source, config);
+  }
 }
 
-void parse_rope_into(const Source& source, ModelConfig& config) {
-  const double default_theta = config.family == Family::kMixtral ? 1e6 : 1e4;
-  const char* layer_type = config.sliding_window > 0 ? "sliding_attention" : "full_attention";
-  const RopeParameters rope = parse_rope(source.json, config.max_position, default_theta, layer_type, source.file);
-  const RopeTable table = rope_table(rope, config.head_dim);
-  config.rope_theta = rope.theta;
-  config.rope_type = rope.type;
-  config.inv_freq.assign(table.inv_freq.size(), 0.0f);
-  std::transform(table.inv_freq.begin(), table.inv_freq.end(), config.inv_freq.begin(),
-                 [](double value) { return static_cast<float>(value); });
-  config.rope_scale = static_cast<float>(table.attention_factor);
-}
-
-int32_t token_id(const Source& source, const char* key, const Json& value) {
+int32_t token_id(const ConfigSource& source, const char* key, const Json& value) {
   if (!value.is_number_integer()) {
     source.corrupt(fmt::format("key '{}' must be an integer or a list of them", key));
   }
@@ -304,7 +223,7 @@ int32_t token_id(const Source& source, const char* key, const Json& value) {
 }
 
 // Adds `eos_token_id` (an integer or a list) to the stop set.
-void add_eos(const Source& source, std::vector<int32_t>& ids) {
+void add_eos(const ConfigSource& source, std::vector<int32_t>& ids) {
   if (!source.has("eos_token_id")) {
     return;
   }
@@ -323,7 +242,7 @@ void add_eos(const Source& source, std::vector<int32_t>& ids) {
   }
 }
 
-void parse_generation(const Source& source, ModelConfig& config) {
+void parse_generation(const ConfigSource& source, ModelConfig& config) {
   add_eos(source, config.eos_token_ids);
   if (config.bos_token_id < 0 && source.has("bos_token_id")) {
     config.bos_token_id = token_id(source, "bos_token_id", source.json.at("bos_token_id"));
@@ -351,12 +270,13 @@ void parse_generation(const Source& source, ModelConfig& config) {
 ModelConfig parse_model_config(const std::string& config_json, const std::string& generation_json,
                                const std::string& file) {
   const Json json = parse_json(config_json, file);
-  const Source source{json, file};
+  const ConfigSource source{json, file};
   if (!json.is_object()) {
     source.corrupt("not a JSON object");
   }
   ModelConfig config;
   parse_architecture(source, config);
+  parse_quantization(source, config);
   refuse_unimplemented(source);
   config.dtype = parse_dtype(source);
   config.hidden_size = source.size("hidden_size");
@@ -370,9 +290,9 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
   config.rms_norm_eps = static_cast<float>(eps);
   config.tie_embeddings = source.flag("tie_word_embeddings", false);
   parse_attention(source, config);
-  parse_window(source, config);
+  parse_windows(source, config);
   parse_feed_forward(source, config);
-  parse_rope_into(source, config);
+  parse_positions(source, config);
   if (source.has("bos_token_id")) {
     config.bos_token_id = token_id(source, "bos_token_id", json.at("bos_token_id"));
   }
@@ -380,7 +300,7 @@ ModelConfig parse_model_config(const std::string& config_json, const std::string
   if (!generation_json.empty()) {
     const std::string generation_file = std::filesystem::path(file).replace_filename("generation_config.json");
     const Json generation = parse_json(generation_json, generation_file);
-    const Source generation_source{generation, generation_file};
+    const ConfigSource generation_source{generation, generation_file};
     if (!generation.is_object()) {
       generation_source.corrupt("not a JSON object");
     }

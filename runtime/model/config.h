@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The numbers of an architecture, read from config.json (both the older and the v5 spelling) and checked once,
-// here. What the runtime does not implement is refused by name. Families: Qwen3MoeForCausalLM,
+// here. What the runtime does not implement is refused by name. Families: GptOssForCausalLM, Qwen3MoeForCausalLM,
 // Qwen2MoeForCausalLM, MixtralForCausalLM, OlmoeForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM.
 #pragma once
 
@@ -12,7 +12,7 @@
 
 namespace moelora {
 
-enum class Family : uint8_t { kLlama, kQwen3, kQwen3Moe, kQwen2Moe, kMixtral, kOlmoe };
+enum class Family : uint8_t { kLlama, kQwen3, kQwen3Moe, kQwen2Moe, kMixtral, kOlmoe, kGptOss };
 enum class QkNorm : uint8_t { kNone, kPerHead, kFull };
 
 struct ModelConfig {
@@ -31,9 +31,11 @@ struct ModelConfig {
   int32_t moe_intermediate_size = 0;
   int32_t shared_intermediate_size = 0;  // Qwen2-MoE; 0 = no shared expert
   bool norm_topk_prob = false;
+  float swiglu_limit = 0.0f;   // gpt-oss: the clamp of its SwiGLU; 0 = the plain one
+  bool mxfp4_experts = false;  // quantization_config says that routed experts are stored as MXFP4
   float rms_norm_eps = 1e-6f;
   int32_t max_position = 0;
-  int32_t sliding_window = 0;  // 0 = none
+  std::vector<int32_t> layer_window;  // [num_layers] positions that a row sees, itself included; 0 = all
   bool tie_embeddings = false;
   bool qkv_bias = false;
   bool o_bias = false;

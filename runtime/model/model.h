@@ -25,6 +25,7 @@ struct ForwardInput {
   const int32_t* logit_rows = nullptr;    // [S] rows whose logits are wanted
   KvView kv;
   const LoraBatch* lora = nullptr;  // null: no row has an adapter, and no LoRA work is launched
+  float* router_gaps = nullptr;     // [T] host memory, or null: not wanted; see router_gap.h
 };
 
 class Model {

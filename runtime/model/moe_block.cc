@@ -2,6 +2,7 @@
 // h += FFN(norm(h)): a dense SwiGLU MLP, or router, sort by (expert, adapter), gate_up, down, combine, and the
 // shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op.
 #include "runtime/model/model.h"
+#include "runtime/model/router_gap.h"
 
 namespace moelora {
 
@@ -56,13 +57,17 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
-  router.parts[0] = {weights.router, {}, workspace.router_logits, LoraModule::kRouter};
+  router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, LoraModule::kRouter};
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   kernels_.linear(router, stream);
 
   kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
                         RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights},
                        stream);
+  if (input.router_gaps != nullptr) {
+    narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
+                       config_.top_k, input.router_gaps);
+  }
   kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
                      config_.top_k, config_.num_experts, workspace.order},
                     stream);
@@ -78,6 +83,8 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.layer = layer;
   gate_up.lora = input.lora;
   gate_up.compute = compute_;
+  gate_up.activation = config_.swiglu_limit > 0.0f ? MoeActivation::kClampedSwiglu : MoeActivation::kSilu;
+  gate_up.limit = config_.swiglu_limit;
   gate_up.act = workspace.expert_act;
   gate_up.scratch = workspace.scratch;
   gate_up.scratch_bytes = workspace.scratch_bytes;

@@ -27,7 +27,7 @@ const Json* object_or_null(const Json& config, const char* key, const std::strin
   return &*found;
 }
 
-// rope_parameters may be nested one level by layer type; all layers are of one type here (parse_window holds that).
+// rope_parameters may be nested one level by layer type.
 const Json* flat_parameters(const Json* parameters, const std::string& layer_type, const std::string& file) {
   if (parameters == nullptr || parameters->empty()) {
     return nullptr;

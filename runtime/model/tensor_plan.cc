@@ -46,6 +46,9 @@ class Planner {
     matrix("self_attn.k_proj", kv_rows, width, layer.k);
     matrix("self_attn.v_proj", kv_rows, width, layer.v);
     matrix("self_attn.o_proj", width, q_rows, layer.o);
+    if (config_.family == Family::kGptOss) {
+      plan_.push_back({{prefix_ + "self_attn.sinks"}, TensorKind::kBias, 1, config_.num_heads, &layer.stored_sinks});
+    }
     bias(config_.qkv_bias, "self_attn.q_proj", q_rows, layer.q_bias);
     bias(config_.qkv_bias, "self_attn.k_proj", kv_rows, layer.k_bias);
     bias(config_.qkv_bias, "self_attn.v_proj", kv_rows, layer.v_bias);
@@ -68,7 +71,26 @@ class Planner {
     bias(biased, module + "down_proj", width, layer.down_bias);
   }
 
+  void gpt_oss_moe(LayerWeights& layer) {
+    const int32_t experts = config_.num_experts;
+    matrix("mlp.router", experts, config_.hidden_size, layer.router);
+    bias(true, "mlp.router", experts, layer.router_bias);
+    plan_.push_back({{prefix_ + "mlp.experts.gate_up_proj_bias"},
+                     TensorKind::kExpertBias,
+                     experts,
+                     2 * config_.moe_intermediate_size,
+                     &layer.stored_gate_up_bias});
+    plan_.push_back({{prefix_ + "mlp.experts.down_proj_bias"},
+                     TensorKind::kExpertBias,
+                     experts,
+                     config_.hidden_size,
+                     &layer.stored_down_bias});
+  }
+
   void moe(LayerWeights& layer) {
+    if (config_.family == Family::kGptOss) {
+      return gpt_oss_moe(layer);
+    }
     const int32_t width = config_.hidden_size;
     matrix("mlp.gate", config_.num_experts, width, layer.router);
     if (config_.family == Family::kMixtral) {
@@ -110,9 +132,11 @@ std::vector<PlannedExperts> plan_experts(const ModelConfig& config, LayerWeights
   const bool mixtral = config.family == Family::kMixtral;
   const int32_t inner = config.moe_intermediate_size;
   const int32_t width = config.hidden_size;
-  return {{mixtral ? "w1" : "gate_proj", inner, width, &layer.expert_gate_data, &layer.expert_gate},
-          {mixtral ? "w3" : "up_proj", inner, width, &layer.expert_up_data, &layer.expert_up},
-          {mixtral ? "w2" : "down_proj", width, inner, &layer.expert_down_data, &layer.expert_down}};
+  return {{mixtral ? "w1" : "gate_proj", inner, width, &layer.expert_gate_data, &layer.expert_gate_scales,
+           &layer.expert_gate},
+          {mixtral ? "w3" : "up_proj", inner, width, &layer.expert_up_data, &layer.expert_up_scales, &layer.expert_up},
+          {mixtral ? "w2" : "down_proj", width, inner, &layer.expert_down_data, &layer.expert_down_scales,
+           &layer.expert_down}};
 }
 
 std::string expert_tensor_name(const ModelConfig& config, int32_t layer, int32_t expert, const char* projection) {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The weights of a model as plain views, in stored dtype, straight out of the mapped checkpoint (or out of
-// memory of random values for benchmarks). Every expected tensor is checked for presence, dtype and shape; every
-// unexpected tensor is refused by name (formats.md A0).
+// memory of random values for benchmarks). Memory of their own have only vectors that kernels want in fp32 (sinks,
+// biases of experts) and the experts of gpt-oss in bf16, which are stored transposed. Every expected tensor is checked
+// for presence, dtype and shape; every unexpected tensor is refused by name (formats.md A0).
 #pragma once
 
 #include <memory>
@@ -20,16 +21,24 @@ struct LayerWeights {
   Weight q, k, v, o;                      // [Nq*D, H] [Nkv*D, H] [Nkv*D, H] [H, Nq*D]
   Weight q_bias, k_bias, v_bias, o_bias;  // [1, rows of the matrix]
   Weight q_norm, k_norm;                  // [1, D] per head, or [1, Nq*D] / [1, Nkv*D] full
+  const float* sinks = nullptr;           // [Nq], gpt-oss; else null
   Weight post_norm;                       // [1, H]
   // Dense MLP.
   Weight gate, up, down;  // [I, H] [I, H] [H, I]
   Weight gate_bias, up_bias, down_bias;
   // MoE.
-  Weight router;                                                                // [E, H]
-  std::vector<const void*> expert_gate_data, expert_up_data, expert_down_data;  // [E] each
-  ExpertWeights expert_gate, expert_up, expert_down;                            // view the vectors above
-  Weight shared_gate, shared_up, shared_down;                                   // Qwen2-MoE
-  Weight shared_expert_gate;                                                    // [1, H]
+  Weight router;                                                                         // [E, H]
+  Weight router_bias;                                                                    // [1, E]
+  std::vector<const void*> expert_gate_data, expert_up_data, expert_down_data;           // [E] each
+  std::vector<const uint8_t*> expert_gate_scales, expert_up_scales, expert_down_scales;  // [E] each; MXFP4
+  ExpertWeights expert_gate, expert_up, expert_down;  // view the vectors above and below
+  Weight shared_gate, shared_up, shared_down;         // Qwen2-MoE
+  Weight shared_expert_gate;                          // [1, H]
+  // gpt-oss: vectors as stored, and what `sinks` and the biases of the experts point to.
+  Weight stored_sinks;         // [1, Nq]
+  Weight stored_gate_up_bias;  // [E, 2I], gate and up by turns
+  Weight stored_down_bias;     // [E, H]
+  std::vector<float> sink_values, gate_bias_values, up_bias_values, down_bias_values;
 };
 
 class Weights {
@@ -62,6 +71,7 @@ class Weights {
   [[nodiscard]] std::vector<Area> areas() const;
 
  private:
+  friend class WeightsLoader;
   friend uint64_t weight_bytes_of_config(const ModelConfig& config);
   Weights();
   struct Storage;

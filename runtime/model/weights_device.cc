@@ -64,16 +64,32 @@ class Builder {
           matrix(from, weights.dtype, planned.rows, planned.cols, Dtype::kBf16, TensorKind::kMatrix, weights.row_step);
     }
     const void* table = bytes(pointers.data(), count * sizeof(void*));
-    const float* bias = vector(weights.bias, count * static_cast<size_t>(planned.rows), weights.bias != nullptr);
+    const float* bias = vector(weights.bias, count * static_cast<size_t>(planned.rows), has_vectors());
     if (memory_ != nullptr) {
-      weights = {static_cast<const void* const*>(table), Dtype::kBf16, planned.rows, planned.cols};
+      weights = {};
+      weights.data = static_cast<const void* const*>(table);
+      weights.rows = planned.rows;
+      weights.cols = planned.cols;
       weights.bias = bias;
     }
   }
 
-  // fp32 values of ours, copied.
+  // Sinks and expert biases, which only gpt-oss has.
+  [[nodiscard]] bool has_vectors() const { return config_.family == Family::kGptOss; }
+
+  // fp32 values of ours, copied; small random ones for a random model.
   const float* vector(const float* from, size_t count, bool present) {
-    return present ? static_cast<const float*>(bytes(from, count * sizeof(float))) : nullptr;
+    if (!present) {
+      return nullptr;
+    }
+    std::vector<float> drawn;
+    if (random_ && from == nullptr && memory_ != nullptr) {
+      for (size_t i = 0; i < count; ++i) {
+        drawn.push_back(kRandomBias * (static_cast<float>((i * 2654435761u + ++tensor_) % 1000) / 500.0f - 1.0f));
+      }
+      from = drawn.data();
+    }
+    return static_cast<const float*>(bytes(from, count * sizeof(float)));
   }
 
   // MXFP4: `gate_up` packs gate and up into one set of tiles. Scales of a random model stay in a narrow range.
@@ -91,16 +107,16 @@ class Builder {
       }
       if (random_) {
         fill_bits(tiles, shape.data_bytes());
-        fill_scales(tile_scales, shape.scale_bytes());
+        fill_scales(tile_scales, shape.scale_bytes(), up == nullptr ? kRandomDownShift : 0);
         continue;
       }
       pack(weights, up, e, tiles, tile_scales);
     }
     const void* table = bytes(data.data(), count * sizeof(void*));
     const void* scale_table = bytes(scales.data(), count * sizeof(void*));
-    const float* bias = vector(weights.bias, count * static_cast<size_t>(weights.rows), weights.bias != nullptr);
+    const float* bias = vector(weights.bias, count * static_cast<size_t>(weights.rows), has_vectors());
     const float* up_bias =
-        up != nullptr ? vector(up->bias, count * static_cast<size_t>(up->rows), up->bias != nullptr) : nullptr;
+        up != nullptr ? vector(up->bias, count * static_cast<size_t>(up->rows), has_vectors()) : nullptr;
     if (memory_ == nullptr) {
       return;
     }
@@ -143,15 +159,14 @@ class Builder {
     kernels_.fill_random(args, stream_);
   }
   void fill_bits(std::byte* to, int64_t count) { fill(to, Dtype::kBf16, count / 2, 1.0f); }
-  // Bytes 0x76 to 0x79, by rows of 64 KiB that repeat.
-  void fill_scales(std::byte* to, int64_t count) {
-    if (scale_pattern_.empty()) {
-      for (uint32_t i = 0; i < 65536; ++i) {
-        scale_pattern_.push_back(static_cast<uint8_t>(0x76 + (i * 2654435761u >> 30)));
-      }
+  // Bytes 0x76 to 0x79, less `shift`: what makes 2880 random nibbles a row of norm near 1. Rows of 64 KiB that repeat.
+  void fill_scales(std::byte* to, int64_t count, int shift) {
+    std::vector<uint8_t> pattern(65536);
+    for (uint32_t i = 0; i < pattern.size(); ++i) {
+      pattern[i] = static_cast<uint8_t>(0x76 - shift + static_cast<int>(i * 2654435761u >> 30));
     }
     for (int64_t at = 0; at < count; at += 65536) {
-      device_.copy_to_device(to + at, scale_pattern_.data(), static_cast<size_t>(std::min<int64_t>(65536, count - at)),
+      device_.copy_to_device(to + at, pattern.data(), static_cast<size_t>(std::min<int64_t>(65536, count - at)),
                              stream_);
     }
   }
@@ -164,7 +179,7 @@ class Builder {
       return to;
     }
     if (random_ && kind != TensorKind::kNorm) {
-      fill(to, dtype, count, kind == TensorKind::kBias ? 0.05f : std::sqrt(3.0f / static_cast<float>(cols)));
+      fill(to, dtype, count, kind == TensorKind::kBias ? kRandomBias : std::sqrt(3.0f / static_cast<float>(cols)));
       return to;
     }
     if (from_dtype == dtype && row_step == 1 && !random_) {
@@ -237,21 +252,30 @@ class Builder {
   size_t used_ = 0;
   uint64_t tensor_ = 0;
   std::vector<std::byte> converted_;
-  std::vector<uint8_t> scale_pattern_;
   DeviceMemory raw_;
 };
 
-void lay_out(const ModelConfig& config, Weights& weights, Builder& builder) {
+void lay_out(const ModelConfig& config, Weights& weights, Builder& builder, bool filling) {
   for (const PlannedTensor& planned : plan_tensors(config, weights)) {
+    const bool converted = std::any_of(weights.layers.begin(), weights.layers.end(), [&](const LayerWeights& layer) {
+      return planned.weight == &layer.stored_sinks;
+    });
+    if (converted || planned.kind == TensorKind::kExpertBias) {
+      continue;  // their fp32 copies go along below
+    }
     const bool is_router = std::any_of(weights.layers.begin(), weights.layers.end(),
                                        [&](const LayerWeights& layer) { return planned.weight == &layer.router; });
     builder.tensor(planned, is_router);
   }
   for (size_t i = 0; i < weights.layers.size(); ++i) {
+    LayerWeights& layer = weights.layers[i];
+    const float* sinks = builder.vector(layer.sinks, static_cast<size_t>(config.num_heads), builder.has_vectors());
+    if (filling) {
+      layer.sinks = sinks;
+    }
     if (config.layer_is_moe[i] == 0) {
       continue;
     }
-    LayerWeights& layer = weights.layers[i];
     if (layer.expert_gate.format == ExpertFormat::kMxfp4Rows) {
       builder.expert_tiles(layer.expert_gate, &layer.expert_up,
                            mxfp4_gate_up_shape(layer.expert_gate.rows, layer.expert_gate.cols));
@@ -271,18 +295,21 @@ void Weights::move_to(Device& device, Stream& stream, const Kernels& kernels, co
                       uint64_t seed) {
   Builder builder(config, device, stream, kernels, random, seed);
   builder.begin(nullptr);
-  lay_out(config, *this, builder);
+  lay_out(config, *this, builder, false);
   builder.vector(nullptr, config.inv_freq.size(), true);
   storage_->device = DeviceMemory(device, builder.used(), "weights");
   builder.begin(storage_->device.data());
-  lay_out(config, *this, builder);
+  lay_out(config, *this, builder, true);
   inv_freq = builder.vector(config.inv_freq.data(), config.inv_freq.size(), true);
   builder.finish();
   if (config.tie_embeddings) {
     lm_head = embedding;
   }
   storage_->checkpoint.reset();
-  storage_->memory.reset();
+  storage_->memory.clear();
+  for (LayerWeights& layer : layers) {
+    layer.stored_sinks = layer.stored_gate_up_bias = layer.stored_down_bias = {};
+  }
 }
 
 }  // namespace moelora

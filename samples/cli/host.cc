@@ -185,6 +185,12 @@ std::vector<float> Request::captured_row(int32_t row) const {
   return logits;
 }
 
+double Request::router_gap(int32_t row) const {
+  float gap = -1;
+  must(moelora_request_router_gap, engine_, handle_, row, &gap);
+  return static_cast<double>(gap);
+}
+
 const char* finish_name(int32_t reason) {
   switch (reason) {
     case MOELORA_FINISH_STOP:

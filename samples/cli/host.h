@@ -109,6 +109,7 @@ class Request {
   // Captured logits (moelora_experimental.h): rows in order of position.
   [[nodiscard]] int32_t captured(int32_t* first_position) const;
   [[nodiscard]] std::vector<float> captured_row(int32_t row) const;
+  [[nodiscard]] double router_gap(int32_t row) const;
 
  private:
   moelora_engine* engine_ = nullptr;

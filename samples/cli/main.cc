@@ -14,7 +14,7 @@ void add_engine_flags(CLI::App& command, EngineFlags& flags, bool model_required
   if (model_required) {
     model->required();
   }
-  command.add_option("--device", flags.device, "cpu or cuda");
+  command.add_option("--device", flags.device, "cpu, cuda or cuda:N");
   command.add_option("--compute", flags.compute, "exact (initially) or bf16");
   command.add_option("--threads", flags.threads, "worker threads; 0: one a core")->check(CLI::NonNegativeNumber);
   command.add_flag("--deterministic", flags.deterministic, "a row's bits do not depend on its neighbours");

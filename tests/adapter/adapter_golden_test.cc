@@ -108,19 +108,23 @@ const std::map<std::string, ExpertModule> kExpertNames = {
     {"w1", ExpertModule::kGate},        {"w3", ExpertModule::kUp},      {"w2", ExpertModule::kDown}};
 
 void expect_wrapper(Expected& expected, const Json& config, const std::string& path, int32_t layer, bool gate_up,
-                    const Tensor& a, const Tensor& b, int32_t experts) {
+                    const Tensor& a, const Tensor& b, const ModelConfig& model) {
+  const int32_t experts = model.num_experts;
   const auto rank = static_cast<int32_t>(a.shape[0]) / experts;
   const auto in = static_cast<int32_t>(a.shape[1]);
   const auto out = static_cast<int32_t>(b.shape[0]);
   const double scale = scale_of(config, path + (gate_up ? ".gate_up_proj" : ".down_proj"), rank);
   for (int32_t e = 0; e < experts; ++e) {
     const auto a_at = [&](int32_t r, int32_t k) { return a.values[static_cast<size_t>((e * rank + r) * in + k)]; };
-    const auto part = [&](ExpertModule module, int32_t first, int32_t count) {
+    const auto part = [&](ExpertModule module, int32_t first, int32_t count, int32_t step = 1) {
       expected.experts[{layer, e, module}] = product(scale, rank, in, count, a_at, [&](int32_t n, int32_t r) {
-        return b.values[static_cast<size_t>((first + n) * rank * experts + r * experts + e)];
+        return b.values[static_cast<size_t>((first + n * step) * rank * experts + r * experts + e)];
       });
     };
-    if (gate_up) {
+    if (gate_up && model.family == Family::kGptOss) {
+      part(ExpertModule::kGate, 0, out / 2, 2);
+      part(ExpertModule::kUp, 1, out / 2, 2);
+    } else if (gate_up) {
       part(ExpertModule::kGate, 0, out / 2);
       part(ExpertModule::kUp, out / 2, out / 2);
     } else {
@@ -148,7 +152,7 @@ Expected expect_adapter(const std::string& dir, const ModelConfig& model) {
     if (module == "mlp.experts.base_layer" || module == "mlp.experts") {
       const bool gate_up = module != "mlp.experts";
       const std::string experts = gate_up ? path.substr(0, path.size() - std::string(".base_layer").size()) : path;
-      expect_wrapper(expected, config, experts, layer, gate_up, a, b, model.num_experts);
+      expect_wrapper(expected, config, experts, layer, gate_up, a, b, model);
       continue;
     }
     const auto rank = static_cast<int32_t>(a.shape[0]);
@@ -224,7 +228,7 @@ void check_case(const std::string& name, const ModelConfig& model) {
 
 TEST_CASE("adapters of the reference cases give the deltas of their files") {
   for (const char* name : {"qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sharded", "qwen3_moe_f32", "mixtral",
-                           "mixtral_f16_window", "olmoe", "qwen2_moe", "llama3", "qwen3"}) {
+                           "mixtral_f16_window", "olmoe", "qwen2_moe", "llama3", "qwen3", "gpt_oss", "gpt_oss_mxfp4"}) {
     check_case(name, load_model_config(case_model(name)));
   }
 }

@@ -36,7 +36,8 @@ struct Sizes {
   int32_t intermediate;
 };
 constexpr Sizes kAllSizes[] = {{72, 20}, {40, 20}, {24, 24}};  // all different; 2I = H; I = H
-constexpr Family kFamilies[] = {Family::kQwen3Moe, Family::kQwen2Moe, Family::kMixtral, Family::kOlmoe};
+constexpr Family kFamilies[] = {Family::kQwen3Moe, Family::kQwen2Moe, Family::kMixtral, Family::kOlmoe,
+                                Family::kGptOss};
 
 }  // namespace
 
@@ -183,6 +184,76 @@ TEST_CASE("an adapter of a square parameter alone follows PEFT's version or the 
   AdapterLoadOptions reversed;
   reversed.orientation = ExpertOrientation::kReversed;
   CHECK(distance(load(config("0.21.0"), file(true), model, reversed)) < 1e-6);
+}
+
+TEST_CASE("gpt-oss: a square down_proj follows its sibling, alone PEFT's version") {
+  const ModelConfig model = tiny_moe(Family::kGptOss, 24, 24);
+  const Truth truth = draw_truth(model, {true, false}, 14);
+  const auto distance = [&](const std::shared_ptr<const AdapterImage>& image) {
+    const Delta want = true_delta(truth, 1, 2, 2);
+    return delta_distance(UnpackedImage(*image, model, 2, 3).expert(1, 2, ExpertModule::kDown, want.in, want.out),
+                          want);
+  };
+  // Beside gate_up_proj the version does not matter.
+  for (const bool reversed : {false, true}) {
+    for (const char* version : {"0.17.0", "0.18.1", "0.19.0", "0.19.1", "0.21.0"}) {
+      CHECK(distance(load(config_of(version), wrapper_file(truth, gate_up_shared_a, {reversed, false}), model)) < 1e-6);
+    }
+  }
+  const auto alone = [&](bool reversed) {
+    return write_each(truth, [&](SafetensorsWriter& writer, int32_t layer) {
+      write_wrapper(writer, experts_name(layer), truth.layers[static_cast<size_t>(layer)], down_parameter,
+                    {reversed, false});
+    });
+  };
+  const auto config = [&](const std::string& version) {
+    Json json = config_of(version);
+    json["target_parameters"] = {"mlp.experts.down_proj"};
+    if (version.empty()) {
+      json.erase("peft_version");
+    }
+    return json;
+  };
+  for (const char* version : {"", "0.17.0", "0.18.1", "0.19.0", "0.19.1", "0.21.0"}) {
+    INFO("peft_version '" << version << "'");
+    const bool reversed = std::string(version) == "0.19.0";
+    const auto image = load(config(version), alone(reversed), model);
+    CHECK(distance(image) < 1e-6);
+    CHECK(distance(load(config(version), alone(!reversed), model)) > 0.1);
+    REQUIRE(image->warnings.size() == 1);
+    const bool doubtful = std::string(version) >= "0.19";
+    CHECK((image->warnings[0].find("transformers 4") != std::string::npos) == doubtful);
+  }
+  for (const char* version : {"main", "0.19.0.dev0", "0.19.1.dev0"}) {
+    CHECK_ERROR(Status::kAdapterMismatch, ({"expert_orientation", "lora_A.weight"}),
+                load(config(version), alone(false), model));
+  }
+  // Two layers whose gate_up_proj disagree: the square ones have no answer.
+  SafetensorsWriter mixed;
+  for (int32_t layer = 0; layer < 2; ++layer) {
+    write_wrapper(mixed, experts_name(layer) + ".base_layer", truth.layers[static_cast<size_t>(layer)],
+                  in_family_order(model, gate_up_shared_a), {layer == 1, false});
+    write_wrapper(mixed, experts_name(layer), truth.layers[static_cast<size_t>(layer)], down_parameter, {false, false});
+  }
+  CHECK_ERROR(Status::kAdapterMismatch, ({"opposite orientations", "layers.1.mlp.experts.base_layer"}),
+              load(config_of("0.21.0"), mixed, model));
+}
+
+TEST_CASE("gpt-oss: gate takes the even and up the odd outputs (worked example)") {
+  ModelConfig model = tiny_moe(Family::kGptOss, 2, 2);
+  model.num_experts = 1;
+  SafetensorsWriter writer;
+  writer.add(experts_name(0) + ".base_layer.lora_A.weight", {1, 2}, {1, 10});
+  writer.add(experts_name(0) + ".base_layer.lora_B.weight", {4, 1}, {1, 2, 3, 4});
+  writer.add(experts_name(0) + ".lora_A.weight", {1, 2}, {1, 0});
+  writer.add(experts_name(0) + ".lora_B.weight", {2, 1}, {5, 6});
+  Json config = lora_config(1, 1);
+  config["peft_version"] = "0.21.0";
+  config["target_parameters"] = {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"};
+  const UnpackedImage unpacked(*load(config, writer, model), model, 2, 1);
+  CHECK(unpacked.expert(0, 0, ExpertModule::kGate, 2, 2).values == std::vector<double>{1, 10, 3, 30});
+  CHECK(unpacked.expert(0, 0, ExpertModule::kUp, 2, 2).values == std::vector<double>{2, 20, 4, 40});
+  CHECK(unpacked.expert(0, 0, ExpertModule::kDown, 2, 2).values == std::vector<double>{5, 0, 6, 0});
 }
 
 TEST_CASE("orientations that contradict each other or the option are refused") {

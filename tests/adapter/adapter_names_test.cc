@@ -97,6 +97,16 @@ TEST_CASE("modules of each family") {
   CHECK(find(layer + "mlp.shared_expert_gate.lora_A.weight", qwen2) == dense(0, LoraModule::kSharedExpertGate));
   CHECK(find(layer + "mlp.shared_expert_gate.lora_A.weight", moe).verdict == NameVerdict::kUnknown);
 
+  const ModelConfig gpt_oss = tiny_moe(Family::kGptOss);
+  CHECK(find(layer + "mlp.router.lora_A.weight", gpt_oss) == dense(0, LoraModule::kRouter));
+  CHECK(find(layer + "mlp.gate.lora_A.weight", gpt_oss).verdict == NameVerdict::kUnknown);
+  CHECK(find(layer + "mlp.router.lora_A.weight", moe).verdict == NameVerdict::kUnknown);
+  CHECK(find(layer + "attn.q_proj.lora_A.weight", gpt_oss) == dense(0, LoraModule::kQ));
+  CHECK(find(layer + "mlp.experts.base_layer.lora_A.weight", gpt_oss) == group(0, TargetKind::kExpertsInner));
+  CHECK(find(layer + "mlp.router.weight", gpt_oss).verdict == NameVerdict::kUnsupported);
+  CHECK(find(layer + "mlp.router.bias", gpt_oss).verdict == NameVerdict::kUnsupported);
+  CHECK(find(layer + "mlp.experts.gate_up_projs.3.lora_A.weight", gpt_oss).verdict == NameVerdict::kUnsupported);
+
   const ModelConfig plain = tiny_dense();
   CHECK(find(layer + "mlp.gate_proj.lora_A.weight", plain) == dense(0, LoraModule::kGate));
   CHECK(find(layer + "mlp.up_proj.lora_A.weight", plain) == dense(0, LoraModule::kUp));

@@ -4,6 +4,7 @@
 // shares no code with the loader.
 #pragma once
 
+#include <algorithm>
 #include <functional>
 #include <string>
 #include <utility>
@@ -124,6 +125,25 @@ inline Parameter gate_up_fused(const ExpertPairs& pairs) {
   return {stack_rows(pairs.a[0], pairs.a[1]), b};
 }
 
+// gpt-oss: gate and up of an output by turns.
+inline Parameter by_turns(const Parameter& halves) {
+  Parameter result = halves;
+  const int32_t width = halves.b.rows / 2;
+  const auto row = halves.b.values.begin();
+  for (int32_t n = 0; n < halves.b.rows; ++n) {
+    std::copy_n(row + n * halves.b.cols, halves.b.cols,
+                result.b.values.begin() + (n < width ? 2 * n : 2 * (n - width) + 1) * halves.b.cols);
+  }
+  return result;
+}
+
+// The parameter in the order of the family's outputs.
+inline ParameterOf in_family_order(const ModelConfig& model, const ParameterOf& gate_up) {
+  return model.family != Family::kGptOss
+             ? gate_up
+             : ParameterOf([gate_up](const ExpertPairs& pairs) { return by_turns(gate_up(pairs)); });
+}
+
 inline Parameter down_parameter(const ExpertPairs& pairs) {
   return {pairs.a[2], pairs.b[2]};
 }
@@ -225,7 +245,7 @@ inline SafetensorsWriter per_expert_file(const Truth& truth) {
 inline SafetensorsWriter wrapper_file(const Truth& truth, const ParameterOf& gate_up, const WrapperForm& form) {
   return write_each(truth, [&](SafetensorsWriter& writer, int32_t layer) {
     const auto& experts = truth.layers[static_cast<size_t>(layer)];
-    write_wrapper(writer, experts_name(layer) + ".base_layer", experts, gate_up, form);
+    write_wrapper(writer, experts_name(layer) + ".base_layer", experts, in_family_order(truth.model, gate_up), form);
     write_wrapper(writer, experts_name(layer), experts, down_parameter, form);
   });
 }
@@ -243,9 +263,10 @@ inline SafetensorsWriter w123_file(const Truth& truth, bool outer) {
 inline SafetensorsWriter stacked_gate_up_file(const Truth& truth, bool two_blocks) {
   return write_each(truth, [&](SafetensorsWriter& writer, int32_t layer) {
     const auto& experts = truth.layers[static_cast<size_t>(layer)];
-    write_stacked(writer, experts_name(layer) + ".gate_up_proj", experts, [&](const ExpertPairs& p) {
+    const ParameterOf gate_up = [&](const ExpertPairs& p) {
       return Parameter{two_blocks ? stack_rows(p.a[0], p.a[1]) : p.a[0], stack_rows(p.b[0], p.b[1])};
-    });
+    };
+    write_stacked(writer, experts_name(layer) + ".gate_up_proj", experts, in_family_order(truth.model, gate_up));
     write_stacked(writer, experts_name(layer) + ".down_proj", experts, down_parameter);
   });
 }

@@ -129,6 +129,11 @@ TEST_CASE("logprobs by position, and captured logits") {
   }
   CHECK(moelora_request_read_captured(host.engine, request, rows, logits.data(), 320, err) == MOELORA_E_INVALID);
   CHECK(moelora_request_read_captured(host.engine, request, 0, logits.data(), 319, err) == MOELORA_MORE);
+  float gap = -1;
+  REQUIRE(moelora_request_router_gap(host.engine, request, 0, &gap, err) == MOELORA_OK);
+  CHECK(gap >= 0.0f);
+  CHECK(moelora_request_router_gap(host.engine, request, rows, &gap, err) == MOELORA_E_INVALID);
+  CHECK(moelora_request_router_gap(host.engine, request, 0, nullptr, err) == MOELORA_E_INVALID);
   CHECK(moelora_request_read_logprobs(host.engine, request, 3, 100, entries.data(), 20, &n, err) == MOELORA_OK);
   CHECK(n == 8);
   CHECK(moelora_request_read_logprobs(host.engine, request, -1, 1, entries.data(), 20, &n, err) == MOELORA_E_INVALID);

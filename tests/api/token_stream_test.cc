@@ -109,7 +109,7 @@ TEST_CASE("emitting, capturing and ending take no memory") {
   for (int32_t t = 0; t < kTokens; ++t) {
     for (const auto& stream : streams) {
       stream->emit(t, entries, 3);
-      stream->capture(t + 1, logits.data());
+      stream->capture(t + 1, logits.data(), 0.5f);
     }
     if (t % 7 == 0) {
       queue->wait(0, events, 4, &closed);
@@ -121,6 +121,10 @@ TEST_CASE("emitting, capturing and ending take no memory") {
   CHECK(num_allocations == before);
   CHECK(streams[3]->captured_rows() == kTokens);
   CHECK(streams[3]->captured_first() == 1);
+  float gap = 0;
+  CHECK(streams[3]->router_gap(kTokens - 1, &gap));
+  CHECK(gap == 0.5f);
+  CHECK_FALSE(streams[3]->router_gap(kTokens, &gap));
 }
 
 TEST_CASE("one tokens event a stream at a time, and the end after it") {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random weights and adapters in OLMoE-1B-7B's layer shape, and the arrays that one layer's ops of a step need.
+// Random weights and adapters in OLMoE-1B-7B's layer shape (or gpt-oss-20b's, experts in MXFP4), and the arrays that one layer's ops of a step need.
 // op_bench runs the ops of a layer on it as the engine would, without engine, attention context or sampling.
 #pragma once
 
@@ -20,6 +20,7 @@ struct BenchShape {
   int32_t layers = 2;
   int32_t adapters = 8;
   int32_t rank = 16;
+  bool mxfp4 = false;  // experts, with gate and up in one matrix by turns
 };
 
 struct FreeBytes {
@@ -32,7 +33,8 @@ Bytes map_bytes(size_t bytes);
 
 struct BenchLayer {
   Weight q, k, v, o, router;
-  std::vector<const void*> gate, up, down;  // [E]
+  std::vector<const void*> gate, up, down;                       // [E]
+  std::vector<const uint8_t*> gate_scales, up_scales, down_scales;  // [E], MXFP4
 };
 
 struct BenchModel {
@@ -43,12 +45,14 @@ struct BenchModel {
   size_t weight_bytes = 0;
   std::vector<BenchLayer> layers;
   Weight lm_head;
+  size_t scale_begin = 0;  // MXFP4: scales are the last bytes of `weights`
   Bytes adapters;
   std::vector<int32_t> page_table;  // [slots, pages_per_slot]
   AdapterTable table;
 
  private:
   void place_weights();
+  void place_mxfp4(BenchLayer& layer, std::byte* data, std::byte* scales) const;
   void place_adapters(Stream& stream);
 };
 

@@ -18,12 +18,16 @@ constexpr int kChains = 12;  // more than latency x throughput on every core so 
 
 __attribute__((target("avx512f"))) double multiply_add_512(int64_t steps) {
   __m512 sum[kChains];
-  for (__m512& chain : sum) chain = _mm512_set1_ps(1.0f);
+  for (__m512& chain : sum) {
+    chain = _mm512_set1_ps(1.0f);
+  }
   const __m512 factor = _mm512_set1_ps(0.999f);
   const __m512 term = _mm512_set1_ps(0.001f);
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 12
-    for (int i = 0; i < kChains; ++i) sum[i] = _mm512_fmadd_ps(sum[i], factor, term);
+    for (int i = 0; i < kChains; ++i) {
+      sum[i] = _mm512_fmadd_ps(sum[i], factor, term);
+    }
     asm volatile("" : "+v"(sum[0]), "+v"(sum[1]), "+v"(sum[2]), "+v"(sum[3]), "+v"(sum[4]), "+v"(sum[5]));
     asm volatile("" : "+v"(sum[6]), "+v"(sum[7]), "+v"(sum[8]), "+v"(sum[9]), "+v"(sum[10]), "+v"(sum[11]));
   }
@@ -32,12 +36,16 @@ __attribute__((target("avx512f"))) double multiply_add_512(int64_t steps) {
 
 __attribute__((target("avx2,fma"))) double multiply_add_256(int64_t steps) {
   __m256 sum[kChains];
-  for (__m256& chain : sum) chain = _mm256_set1_ps(1.0f);
+  for (__m256& chain : sum) {
+    chain = _mm256_set1_ps(1.0f);
+  }
   const __m256 factor = _mm256_set1_ps(0.999f);
   const __m256 term = _mm256_set1_ps(0.001f);
   for (int64_t step = 0; step < steps; ++step) {
 #pragma GCC unroll 12
-    for (int i = 0; i < kChains; ++i) sum[i] = _mm256_fmadd_ps(sum[i], factor, term);
+    for (int i = 0; i < kChains; ++i) {
+      sum[i] = _mm256_fmadd_ps(sum[i], factor, term);
+    }
     asm volatile("" : "+x"(sum[0]), "+x"(sum[1]), "+x"(sum[2]), "+x"(sum[3]), "+x"(sum[4]), "+x"(sum[5]));
     asm volatile("" : "+x"(sum[6]), "+x"(sum[7]), "+x"(sum[8]), "+x"(sum[9]), "+x"(sum[10]), "+x"(sum[11]));
   }
@@ -47,17 +55,27 @@ __attribute__((target("avx2,fma"))) double multiply_add_256(int64_t steps) {
 
 double multiply_add(int64_t steps) {
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return multiply_add_512(steps);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return multiply_add_256(steps);
+  if (__builtin_cpu_supports("avx512f")) {
+    return multiply_add_512(steps);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    return multiply_add_256(steps);
+  }
 #endif
   constexpr int kLanes = 32;
   volatile float seed = 1.0f;
   float sum[kLanes];
-  for (float& lane : sum) lane = seed;
-  for (int64_t step = 0; step < steps; ++step) {
-    for (float& lane : sum) lane = lane * 0.999f + 0.001f;
+  for (float& lane : sum) {
+    lane = seed;
   }
-  for (const float lane : sum) seed = seed + lane;
+  for (int64_t step = 0; step < steps; ++step) {
+    for (float& lane : sum) {
+      lane = lane * 0.999f + 0.001f;
+    }
+  }
+  for (const float lane : sum) {
+    seed = seed + lane;
+  }
   return 2.0 * kLanes * static_cast<double>(steps);
 }
 

@@ -2,7 +2,8 @@
 // op_bench: times the ops of a layer in OLMoE-1B-7B's shape against ceilings measured beside them. For every op:
 // bytes of weights, FLOPs, median time, GB/s and GFLOP/s, and the share of the read and of the multiply-add
 // ceiling (median of ratios taken in pairs, because shared machines change speed from second to second).
-//   op_bench [--rows N]... [--lora] [--bf16] [--threads N] [--layers N] [--rounds N]
+//   op_bench [--rows N]... [--lora] [--bf16] [--mxfp4] [--threads N] [--layers N] [--rounds N]
+// --mxfp4: gpt-oss-20b's layer shape, experts in MXFP4.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +20,7 @@ namespace {
 struct Options {
   std::vector<int32_t> rows;
   bool lora = false;
+  bool mxfp4 = false;
   Compute compute = Compute::kExact;
   int threads = 2;
   int layers = 2;
@@ -125,35 +127,20 @@ class Bench {
     }
     const double matrix = static_cast<double>(shape.hidden) * shape.intermediate;
     const double pairs = static_cast<double>(rows) * shape.top_k;
-    MoeGateUpArgs up{step_.x,
-                     {layer.gate.data(), Dtype::kBf16, shape.intermediate, shape.hidden},
-                     {layer.up.data(), Dtype::kBf16, shape.intermediate, shape.hidden},
-                     step_.order,
-                     rows,
-                     shape.top_k,
-                     shape.num_experts,
-                     0,
-                     step_.lora(),
-                     options_.compute,
-                     MoeActivation::kSilu,
-                     0.0f,
-                     step_.act,
-                     step_.scratch,
-                     step_.scratch_bytes};
-    timed("moe_gate_up", active * matrix * 4, pairs * matrix * 4, [&] { kernels_cpu().moe_gate_up(up, stream_); });
-    MoeDownArgs down{step_.act,
-                     {layer.down.data(), Dtype::kBf16, shape.hidden, shape.intermediate},
-                     step_.order,
-                     rows,
-                     shape.top_k,
-                     shape.num_experts,
-                     0,
-                     step_.lora(),
-                     options_.compute,
-                     step_.down,
-                     step_.scratch,
-                     step_.scratch_bytes};
-    timed("moe_down", active * matrix * 2, pairs * matrix * 2, [&] { kernels_cpu().moe_down(down, stream_); });
+    const double bytes = active * matrix * (shape.mxfp4 ? 0.5 + 1.0 / 32 : 2.0);
+    MoeGateUpArgs up;
+    up.x = step_.x;
+    up.gate = experts(layer.gate, layer.gate_scales, shape.intermediate, shape.hidden, 2);
+    up.up = experts(layer.up, layer.up_scales, shape.intermediate, shape.hidden, 2);
+    up.act = step_.act;
+    set_common(up);
+    timed("moe_gate_up", bytes * 2, pairs * matrix * 4, [&] { kernels_cpu().moe_gate_up(up, stream_); });
+    MoeDownArgs down;
+    down.act = step_.act;
+    down.down = experts(layer.down, layer.down_scales, shape.hidden, shape.intermediate, 1);
+    down.out = step_.down;
+    set_common(down);
+    timed("moe_down", bytes, pairs * matrix * 2, [&] { kernels_cpu().moe_down(down, stream_); });
     MoeCombineArgs combine;
     combine.down = step_.down;
     combine.weights = step_.router_weights.data();
@@ -164,6 +151,29 @@ class Bench {
     combine.hidden = step_.hidden;
     timed("moe_combine", 4.0 * pairs * shape.hidden, 2.0 * pairs * shape.hidden,
           [&] { kernels_cpu().moe_combine(combine, stream_); });
+  }
+
+  [[nodiscard]] ExpertWeights experts(const std::vector<const void*>& data, const std::vector<const uint8_t*>& scales,
+                                      int32_t outputs, int32_t inputs, int32_t step) const {
+    ExpertWeights weights{data.data(), Dtype::kBf16, outputs, inputs};
+    if (model_.shape.mxfp4) {
+      weights.format = ExpertFormat::kMxfp4Rows;
+      weights.row_step = step;
+      weights.scales = scales.data();
+    }
+    return weights;
+  }
+
+  template <class Args>
+  void set_common(Args& args) const {
+    args.order = step_.order;
+    args.num_rows = step_.rows;
+    args.top_k = model_.shape.top_k;
+    args.num_experts = model_.shape.num_experts;
+    args.lora = step_.lora();
+    args.compute = options_.compute;
+    args.scratch = step_.scratch;
+    args.scratch_bytes = step_.scratch_bytes;
   }
 
   void run_head() {
@@ -208,14 +218,13 @@ bool parse(int argc, char** argv, Options& options) {
       options.rounds = value();
     } else if (name == "--lora") {
       options.lora = true;
+    } else if (name == "--mxfp4") {
+      options.mxfp4 = true;
     } else if (name == "--bf16") {
       options.compute = Compute::kBf16;
     } else {
       return false;
     }
-  }
-  if (options.rows.empty()) {
-    options.rows = {1, 8, 512};
   }
   return options.threads >= 1 && options.layers >= 1 && options.rounds >= 1 &&
          *std::min_element(options.rows.begin(), options.rows.end()) >= 1;
@@ -224,7 +233,8 @@ bool parse(int argc, char** argv, Options& options) {
 int bench_main(int argc, char** argv) {
   Options options;
   if (!parse(argc, argv, options)) {
-    std::fprintf(stderr, "op_bench [--rows N]... [--lora] [--bf16] [--threads N] [--layers N] [--rounds N]\n");
+    std::fprintf(stderr,
+                 "op_bench [--rows N]... [--lora] [--bf16] [--mxfp4] [--threads N] [--layers N] [--rounds N]\n");
     return 2;
   }
   Stream stream(options.threads, size_t{2} << 20);
@@ -232,6 +242,12 @@ int bench_main(int argc, char** argv) {
   shape.layers = options.layers;
   if (!options.lora) {
     shape.adapters = 0;
+  }
+  if (options.mxfp4) {
+    shape.hidden = shape.intermediate = 2880;
+    shape.num_experts = 32;
+    shape.top_k = 4;
+    shape.mxfp4 = true;
   }
   const BenchModel model(shape, stream);
   for (const int32_t rows : options.rows) {

@@ -32,18 +32,21 @@ std::vector<float> logits_of(Engine& engine, Request request) {
 }
 
 // The reference is itself fp32: its rounding is that of a relative error of a few 1e-6 in its inputs (measured over
-// all cases). How far that moves a row is measured with the adapter's scale, changed by 2^-14.
+// all cases). How far that moves a row is measured with the adapter's scale, changed by 2^-14, and by 2^-10 either way,
+// which finds what is about to change close by, such as the key that attention chooses.
 double bound_of_row(Engine& engine, const Request& request, size_t row, size_t vocab) {
   if (request.adapter == nullptr) {
     return 1e-4;
   }
-  constexpr float kChange = 1.0f / 16384;
-  Request changed = request;
-  changed.scale = request.scale * (1.0f + kChange);
   const std::vector<float> here = logits_of(engine, request);
-  const std::vector<float> there = logits_of(engine, changed);
-  const double condition =
-      row_error(there.data() + row * vocab, here.data() + row * vocab, vocab) / static_cast<double>(kChange);
+  double condition = 0.0;
+  for (const float change : {0x1p-14f, 0x1p-10f, -0x1p-10f}) {
+    Request changed = request;
+    changed.scale = request.scale * (1.0f + change);
+    const std::vector<float> there = logits_of(engine, changed);
+    condition = std::max(condition, row_error(there.data() + row * vocab, here.data() + row * vocab, vocab) /
+                                        static_cast<double>(std::abs(change)));
+  }
   return std::max(1e-4, condition * 4e-6);
 }
 
@@ -78,7 +81,8 @@ void check_folder(const std::string& name, const std::string& kernels) {
   REQUIRE(submissions.size() >= 4);
   std::vector<Error> errors;
   engine->submit_batch(submissions, &errors);
-  int num_ill_conditioned = 0;
+  int64_t num_ill_conditioned = 0;
+  int64_t num_rows = 0;
   for (size_t i = 0; i < submissions.size(); ++i) {
     INFO(name << " adapter '" << cases[i]->adapter << "' prompt of " << cases[i]->prompt.size());
     REQUIRE(errors[i].status() == Status::kOk);
@@ -86,6 +90,7 @@ void check_folder(const std::string& name, const std::string& kernels) {
     CHECK(submissions[i]->stream->captured_first() == cases[i]->first_position);
     const std::vector<float> logits = captured(*submissions[i], static_cast<int32_t>(cases[i]->shape[1]));
     REQUIRE(logits.size() >= static_cast<size_t>(cases[i]->shape[0] * cases[i]->shape[1]));
+    num_rows += cases[i]->shape[0];
     for (size_t row = 0; row < static_cast<size_t>(cases[i]->shape[0]); ++row) {
       const auto vocab = static_cast<size_t>(cases[i]->shape[1]);
       const double error = row_error(logits.data() + row * vocab, cases[i]->logits + row * vocab, vocab);
@@ -104,14 +109,14 @@ void check_folder(const std::string& name, const std::string& kernels) {
       break;
     }
   }
-  CHECK(num_ill_conditioned <= 1);
+  CHECK(num_ill_conditioned * 50 <= num_rows);
 }
 
 }  // namespace
 
 TEST_CASE("engine reproduces transformers + PEFT on every plain family", "[engine][golden]") {
   for (const char* name : {"llama3", "qwen3", "qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sharded", "qwen3_moe_f32",
-                           "mixtral", "mixtral_f16_window", "olmoe", "qwen2_moe"}) {
+                           "mixtral", "mixtral_f16_window", "olmoe", "qwen2_moe", "gpt_oss", "gpt_oss_mxfp4"}) {
     for (const char* kernels : {"auto", "reference"}) {
       SECTION(std::string(name) + " " + kernels) {
         check_folder(name, kernels);

@@ -35,7 +35,7 @@ double tolerance(const CudaLinearCase& linear, size_t part) {
   if (linear.out_dtype == Dtype::kF32) {
     return kTolerance;
   }
-  const bool one_launch = linear.rows <= 32 && linear.weights[part].view().dtype == Dtype::kBf16;
+  const bool one_launch = linear.rows <= 64 && linear.weights[part].view().dtype == Dtype::kBf16;
   return one_launch ? kTolerance16 : kToleranceTwice;
 }
 

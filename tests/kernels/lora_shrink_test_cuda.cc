@@ -196,6 +196,7 @@ void check_experts(const ExpertCase& test) {
   MoeOrderArrays host(static_cast<size_t>(pairs), static_cast<size_t>(test.num_experts));
   host.fill(draw_choices(draw, test.rows, test.top_k, test.num_experts), slots, test.top_k);
   const DeviceBuffer pair_row(host.pair_row);
+  const DeviceBuffer expert_begin(host.expert_begin);
   const DeviceBuffer segment_begin(host.segment_begin);
   const DeviceBuffer segment_expert(host.segment_expert);
   const DeviceBuffer segment_slot(host.segment_slot);
@@ -204,6 +205,7 @@ void check_experts(const ExpertCase& test) {
   args.x = x.view();
   args.x_sorted = test.x_sorted;
   args.order.pair_row = pair_row.as<int32_t>();
+  args.order.expert_begin = expert_begin.as<int32_t>();
   args.order.segment_begin = segment_begin.as<int32_t>();
   args.order.segment_expert = segment_expert.as<int32_t>();
   args.order.segment_slot = segment_slot.as<int32_t>();

@@ -99,11 +99,11 @@ TEST_CASE("config: numbers of the reference cases") {
   CHECK(load_model_config(case_model("qwen3_moe_f32")).dtype == Dtype::kF32);
   const ModelConfig window = load_model_config(case_model("mixtral_f16_window"));
   CHECK(window.dtype == Dtype::kF16);
-  CHECK(window.sliding_window == 16);
+  CHECK(window.layer_window == std::vector<int32_t>{16, 16});
   CHECK(window.moe_intermediate_size == 48);
   CHECK(window.intermediate_size == 0);
   CHECK(window.norm_topk_prob);
-  CHECK(load_model_config(case_model("mixtral")).sliding_window == 0);
+  CHECK(load_model_config(case_model("mixtral")).layer_window == std::vector<int32_t>{0, 0});
 
   const ModelConfig olmoe = load_model_config(case_model("olmoe"));
   CHECK(olmoe.qk_norm == QkNorm::kFull);

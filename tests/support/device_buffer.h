@@ -58,6 +58,7 @@ class DeviceBuffer {
   void write(const void* host, size_t bytes) {
     REQUIRE(bytes <= bytes_);
     REQUIRE(cudaMemcpy(data_, host, bytes, cudaMemcpyHostToDevice) == cudaSuccess);
+    REQUIRE(cudaDeviceSynchronize() == cudaSuccess);  // a copy from pageable memory may return before it arrived
   }
   // Waits for all work of the device.
   template <class T>
