@@ -24,8 +24,8 @@ constexpr int kMultiplyRegisters = 208;  // a thread
 constexpr int kFillRegisters = 96;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kTokens = 256;     // largest token tile
-constexpr int kWidthStep = 32;   // widths of tiles are its multiples
+constexpr int kTokens = 256;               // largest token tile
+constexpr int kWidthStep = 32;             // widths of tiles are its multiples
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kTokens * 128;
@@ -372,8 +372,8 @@ __device__ __forceinline__ uint4 load_b(const ExpertGemm& p, const TileAdapter& 
     return zero_chunk();
   }
   const ResolvedLora& record = *adapter.record;
-  const std::byte* tile = p.lora.table.resolved_granule(adapter.slot, record.b, record.b_pages,
-                                                        n / kTileColumns * panels + panel);
+  const std::byte* tile =
+      p.lora.table.resolved_granule(adapter.slot, record.b, record.b_pages, n / kTileColumns * panels + panel);
   return *reinterpret_cast<const uint4*>(tile + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16);
 }
 
@@ -493,9 +493,8 @@ __device__ __forceinline__ void add_adapters(Accumulators& acc, const Parts& par
 #pragma unroll 1
     for (int module = 0; module < (GATE_UP ? 2 : 1); ++module) {
       adapter.index = module;
-      adapter.record =
-          p.lora.table.resolved_expert(adapter.slot, p.lora.layer, work.expert,
-                                       GATE_UP ? static_cast<ExpertModule>(module) : ExpertModule::kDown);
+      adapter.record = p.lora.table.resolved_expert(adapter.slot, p.lora.layer, work.expert,
+                                                    GATE_UP ? static_cast<ExpertModule>(module) : ExpertModule::kDown);
       if constexpr (GATE_UP) {
         adapter.n_low = module == 0 ? 8 * tile : -1;
         adapter.n_high = module == 0 ? -1 : 8 * tile;
@@ -652,8 +651,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
   if (threadIdx.x < kMultiplyThreads) {
     take_registers<kMultiplyRegisters>();
     Multiplier<GATE_UP, Source> multiplier{p, shared, shared_address(token_stages), active, row_blocks, {}};
-    multiplier.weights.stages = token_stages + kTokenStages * kTokenStageBytes +
-                                warp_index() * kWeightStages * Source::kStageBytes;
+    multiplier.weights.stages =
+        token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Source::kStageBytes;
     multiplier.run_all();
   } else {
     give_registers<kFillRegisters>();
