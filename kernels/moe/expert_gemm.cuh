@@ -14,6 +14,7 @@
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/moe/expert_path.h"
+#include "kernels/moe/mxfp4_expand.cuh"
 #include "kernels/moe/mxfp4_tiles.h"
 
 namespace moelora {
