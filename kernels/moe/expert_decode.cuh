@@ -109,8 +109,8 @@ __device__ __forceinline__ void load_tokens(uint4 (&x)[NT][2], const uint4* cons
   }
 }
 
-// One work item's share of this warp, UNROLL blocks at a time.
-template <int NT, int UNROLL, class Source, int RT, int STAGES>
+// One work item's share of this warp.
+template <int NT, class Source, int RT, int STAGES>
 __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGemm& p, const ExpertWalk<RT>& walk,
                                          WeightRing<Source, RT, STAGES>& ring, const uint4* const (&token)[2]) {
   const int chunks = p.k / 8;
@@ -118,7 +118,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGem
   const int end = ring.end;
   uint4 x[NT][2];
   load_tokens<NT>(x, token, chunks, begin);
-#pragma unroll UNROLL
+#pragma unroll 2
   for (int b = begin; b < end; ++b) {
     uint4 next_x[NT][2];
     load_tokens<NT>(next_x, token, chunks, b + 1);
@@ -213,7 +213,6 @@ template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
 __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
-  constexpr int kUnroll = LORA ? 1 : 2;      // the ninth warp costs registers
   extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
   if (!LORA) {
     wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
@@ -249,9 +248,9 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
     }
     float acc[RT][2][4] = {};
     if (work.pair + 8 < work.end) {
-      multiply<2, kUnroll>(acc, p, walk, ring, token);
+      multiply<2>(acc, p, walk, ring, token);
     } else {
-      multiply<1, kUnroll>(acc, p, walk, ring, token);
+      multiply<1>(acc, p, walk, ring, token);
     }
 #pragma unroll
     for (int i = 0; i < RT; ++i) {

@@ -26,8 +26,7 @@ struct ExpertTiles {
   int begin[kMaxExperts + 1];  // token tiles before active expert a
 };
 
-// Tiles of at most TOKENS tokens. Called by the whole block; ends with a barrier.
-template <int TOKENS>
+// Called by the whole block; ends with a barrier.
 __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& tiles) {
   const int active = __ldg(p.order.num_active);
   if (warp_index() == 0) {
@@ -38,7 +37,7 @@ __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& til
       if (a < active) {
         const int expert = __ldg(p.order.active_experts + a);
         const int pairs = __ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert);
-        count = (pairs + TOKENS - 1) / TOKENS;
+        count = (pairs + kPrefillTokens - 1) / kPrefillTokens;
       }
       int sum = count;  // inclusive scan
 #pragma unroll
@@ -63,11 +62,8 @@ __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& til
 struct PrefillWork {
   int expert;
   int row_block;
-  int token_tile;  // of token_tiles
-  int token_tiles;
-  int begin;  // of the expert's pairs
-  int end;
-  int pair;  // first of the tile, where tiles are of kPrefillTokens
+  int pair;  // first sorted pair of the token tile
+  int end;   // end of the expert's pairs
 };
 
 __device__ __forceinline__ PrefillWork find_work(const ExpertGemm& p, const ExpertTiles& tiles, int active,
@@ -83,14 +79,12 @@ __device__ __forceinline__ PrefillWork find_work(const ExpertGemm& p, const Expe
     }
   }
   const int of_expert = item - tiles.begin[low] * row_blocks;
+  const int token_tiles = tiles.begin[low + 1] - tiles.begin[low];
   PrefillWork work;
   work.expert = __ldg(p.order.active_experts + low);
-  work.token_tiles = tiles.begin[low + 1] - tiles.begin[low];
-  work.row_block = of_expert / work.token_tiles;
-  work.token_tile = of_expert % work.token_tiles;
-  work.begin = __ldg(p.order.expert_begin + work.expert);
+  work.row_block = of_expert / token_tiles;
+  work.pair = __ldg(p.order.expert_begin + work.expert) + of_expert % token_tiles * kPrefillTokens;
   work.end = __ldg(p.order.expert_begin + work.expert + 1);
-  work.pair = work.begin + work.token_tile * kPrefillTokens;
   return work;
 }
 
@@ -207,7 +201,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_prefill_kernel(const
   __shared__ ExpertTiles tiles;
   constexpr int kStage = kPrefillTokens * 8;
   const int row_blocks = (p.row_tiles + kPrefillRowTiles - 1) / kPrefillRowTiles;
-  const int active = count_tiles<kPrefillTokens>(p, tiles);
+  const int active = count_tiles(p, tiles);
   const int items = tiles.begin[active] * row_blocks;
   for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
     const PrefillWork work = find_work(p, tiles, active, row_blocks, item);
