@@ -7,6 +7,9 @@
 // Token chunks come from L1 or L2. Partial sums meet in shared memory and are added in the order of the warps: a
 // token's bits depend on its own row, k and its adapter alone.
 // With LoRA the deltas are computed beside the first items (kernels/moe/expert_expand.cuh) and added at an item's end.
+// Tried for LoRA: an expand by mma in the finishing warp, adapter by adapter (64 rows of Qwen3-30B-A3B's shape, 8
+// adapters: gate_up 656 us, 200 without adapters); one, then two warps of deltas beside the stream, look-ups three
+// items ahead and B prefetched (gpt-oss shape: 347 and 288 us, 120 without); a launch of its own (200 us).
 #pragma once
 
 #include <algorithm>

@@ -6,6 +6,7 @@
 // deep. The blocks of an expert's last, partly filled token tile share its groups of 8 tokens evenly between the two
 // token warps and skip the rest. LoRA is added at the end, in registers, adapter by adapter.
 // Limited by the tensor cores, and by how many mma.sync can be issued between the loads of their operands.
+// Figures in moe_gate_up_cuda.cu. Next: wgmma, whose tokens would have to lie in shared memory in this file's k order.
 #pragma once
 
 #include <algorithm>
