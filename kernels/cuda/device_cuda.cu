@@ -31,11 +31,15 @@ class StreamCuda final : public Stream {
  public:
   explicit StreamCuda(std::unique_ptr<CudaStream> state) : Stream(state.get()), state_(std::move(state)) {}
   ~StreamCuda() {
-    cudaStreamSynchronize(state_->stream);
+    if (state_->stream != nullptr) {  // null: the default stream, which is the host's
+      cudaStreamSynchronize(state_->stream);
+    }
     delete state_->dense_gemm;
     cudaFreeHost(state_->pinned);
     std::free(state_->host_scratch);
-    cudaStreamDestroy(state_->stream);
+    if (state_->stream != nullptr) {
+      cudaStreamDestroy(state_->stream);
+    }
   }
 
  private:
@@ -100,7 +104,8 @@ class DeviceCuda final : public Device {
   [[nodiscard]] Dtype activation_dtype() const override { return Dtype::kBf16; }
 
   [[nodiscard]] std::unique_ptr<Stream> create_stream(int, size_t) override {
-    auto state = std::make_unique<CudaStream>();
+    auto stream = std::make_unique<StreamCuda>(std::make_unique<CudaStream>());  // releases what it has if one fails
+    CudaStream* const state = &cuda_state(*stream);
     state->num_sms = properties_.multiProcessorCount;
     state->compute_capability = properties_.major * 10 + properties_.minor;
     check_cuda(cudaStreamCreateWithFlags(&state->stream, cudaStreamNonBlocking), "cudaStreamCreate");
@@ -109,7 +114,7 @@ class DeviceCuda final : public Device {
     state->host_scratch = static_cast<std::byte*>(std::aligned_alloc(64, kHostScratchBytes));
     state->host_scratch_bytes = state->host_scratch != nullptr ? kHostScratchBytes : 0;
     state->dense_gemm = DenseGemm::create().release();
-    return std::make_unique<StreamCuda>(std::move(state));
+    return stream;
   }
 
   [[nodiscard]] std::byte* allocate(size_t bytes, const char* what) override {

@@ -29,7 +29,11 @@ uint32_t moelora_abi_version(void) {
   return MOELORA_ABI_VERSION;
 }
 const char* moelora_build_info(void) {
+#ifdef MOELORA_HAVE_CUDA
+  return "moelora " MOELORA_VERSION_TEXT "; compiler " __VERSION__ "; backends cpu, cuda";
+#else
   return "moelora " MOELORA_VERSION_TEXT "; compiler " __VERSION__ "; backends cpu";
+#endif
 }
 
 const char* moelora_status_name(moelora_status status) {

@@ -26,7 +26,7 @@ void Engine::Parts::open_device() {
     return;
   }
 #ifdef MOELORA_HAVE_CUDA
-  device = open_device_cuda(options.device.size() > 5 ? std::stoi(options.device.substr(5)) : 0);
+  device = open_device_cuda(static_cast<int>(cuda_index(options)));
   kernels = &kernels_cuda();
   if (options.deterministic) {
     throw Error(Status::kUnsupported, "deterministic = true is not available on device '" + options.device + "'");

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <string>
 
+#include "kernels/base/device.h"
 #include "kernels/lora/adapter_layout.h"
+#include "runtime/engine/apart.h"
 #include "runtime/memory/host_resources.h"
 #include "runtime/model/weights.h"
 #include "runtime/model/workspace.h"
@@ -23,7 +25,29 @@ uint64_t linear_granules(int32_t outputs, int32_t inputs, int32_t rank) {
          static_cast<uint64_t>(matrix_granules(rank, outputs, Dtype::kBf16));
 }
 
+// Free bytes of what the options name, now.
+uint64_t free_bytes_of(const EngineOptions& options) {
+  if (!is_cuda(options)) {
+    return host_resources().memory_free_bytes;
+  }
+  std::vector<DeviceInfo> gpus;
+#ifdef MOELORA_HAVE_CUDA
+  run_apart([&] { gpus = list_devices_cuda(); });
+#endif
+  const size_t index = cuda_index(options);
+  if (index >= gpus.size()) {
+    throw Error(Status::kNoDevice,
+                "device '" + options.device + "': there are " + std::to_string(gpus.size()) + " GPUs");
+  }
+  return gpus[index].memory_free_bytes;
+}
+
 }  // namespace
+
+size_t cuda_index(const EngineOptions& options) {
+  const size_t prefix = std::string("cuda:").size();
+  return options.device.size() > prefix ? std::stoul(options.device.substr(prefix)) : 0;
+}
 
 bool is_cuda(const EngineOptions& options) {
   return options.device.compare(0, 4, "cuda") == 0;
@@ -93,7 +117,7 @@ uint64_t adapter_stream_bytes(const ModelConfig& config, int32_t rank) {
 
 MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, int32_t num_adapters, int32_t rank) {
   MemoryPlan plan;
-  plan.available_bytes = host_resources().memory_free_bytes;
+  plan.available_bytes = free_bytes_of(options);
   plan.max_context_tokens = plan_context_tokens(options, config);
   plan.weight_bytes = weight_bytes_of_config(config);
   const auto rows = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
@@ -105,7 +129,10 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   const KvGeometry geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
                                                  static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
   const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
-  const int64_t pages = plan_pool_pages(options, geometry, plan.max_context_tokens, plan.available_bytes);
+  // A GPU's pool comes after weights and workspace; the CPU's weights are a mapped file.
+  const uint64_t before = is_cuda(options) ? plan.weight_bytes + plan.workspace_bytes : 0;
+  const uint64_t left_for_pool = plan.available_bytes - std::min(plan.available_bytes, before);
+  const int64_t pages = plan_pool_pages(options, geometry, plan.max_context_tokens, left_for_pool);
   plan.pool_bytes = static_cast<uint64_t>(pages) * page_bytes;
   plan.kv_bytes_per_token =
       static_cast<uint64_t>(geometry.layout.num_groups) * page_bytes / static_cast<uint64_t>(options.kv_block_tokens);

@@ -30,6 +30,7 @@ struct MemoryPlan {
 int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry, int64_t context_tokens,
                         uint64_t free_bytes);
 bool is_cuda(const EngineOptions& options);
+size_t cuda_index(const EngineOptions& options);  // N of "cuda:N", 0 of "cuda"
 Dtype plan_kv_dtype(const EngineOptions& options);
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config);
 // Bytes of an adapter's stream of one rank, bf16, on q, k, v, o and on every expert (dense models: the MLP).
