@@ -55,8 +55,7 @@ void Engine::Parts::size_up() {
   info.num_threads = options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : host_resources().num_cores;
   info.max_context_tokens = plan_context_tokens(options, config);
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
-  // Every running sequence must have its decode row.
-  info.max_batch_tokens = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
+  info.max_batch_tokens = plan_batch_tokens(options);
   info.kv_block_tokens = static_cast<int32_t>(options.kv_block_tokens);
   info.max_adapters_resident = static_cast<int32_t>(options.max_adapters_resident);
   info.max_lora_rank = static_cast<int32_t>(options.max_lora_rank);

@@ -60,6 +60,13 @@ Dtype plan_kv_dtype(const EngineOptions& options) {
   return options.kv_dtype == "bf16" ? Dtype::kBf16 : Dtype::kF32;
 }
 
+int32_t plan_batch_tokens(const EngineOptions& options) {
+  const int64_t initial = is_cuda(options) ? 4096 : 512;
+  const int64_t rows = options.max_batch_tokens > 0 ? options.max_batch_tokens : initial;
+  // Every running sequence must have its decode row.
+  return static_cast<int32_t>(std::max(rows, options.max_num_sequences));
+}
+
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config) {
   if (options.max_context_tokens == 0) {
     return config.max_position;
@@ -120,7 +127,7 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   plan.available_bytes = free_bytes_of(options);
   plan.max_context_tokens = plan_context_tokens(options, config);
   plan.weight_bytes = weight_bytes_of_config(config);
-  const auto rows = static_cast<int32_t>(std::max(options.max_batch_tokens, options.max_num_sequences));
+  const int32_t rows = plan_batch_tokens(options);
   const auto rank_limit = static_cast<int32_t>((options.max_lora_rank + 7) / 8 * 8);
   const auto sequences = static_cast<int32_t>(options.max_num_sequences);
   plan.workspace_bytes = Workspace::bytes_needed(config, WorkspaceLimits{rows, sequences, rank_limit},
