@@ -24,4 +24,11 @@ struct Batch {
   int32_t num_logit_rows = 0;
 };
 
+// A logits row whose values a request wants to keep.
+struct CaptureRow {
+  Sequence* sequence = nullptr;
+  int32_t logit_row = 0;
+  int32_t position = 0;  // in the request's own prompt and output
+};
+
 }  // namespace moelora

@@ -6,6 +6,31 @@
 
 namespace moelora {
 
+// Cancelled and overdue sequences end here, before they could take part in another step.
+void Engine::Parts::end_by_host(double now) {
+  const auto overdue = [&](const Sequence& sequence) {
+    const Submission& submission = *sequence.submission;
+    return submission.cancelled.load() || (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
+           (options.overrun == "fail" &&
+            submission.stream->unread() >= static_cast<size_t>(options.output_buffer_tokens));
+  };
+  for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
+    for (size_t i = 0; i < list->size();) {
+      Sequence& sequence = *(*list)[i];
+      if (!overdue(sequence)) {
+        ++i;
+      } else if (sequence.submission->cancelled.load()) {
+        end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled", now);
+      } else if (sequence.submission->deadline_at_ms > 0 && now >= sequence.submission->deadline_at_ms) {
+        end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "deadline passed", now);
+      } else {
+        end_sequence(sequence, FinishReason::kError, Status::kOverrun,
+                     "the reader is output_buffer_tokens behind (option overrun = fail)", now);
+      }
+    }
+  }
+}
+
 void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message,
                                  double now) {
   const Submission& submission = *sequence.submission;

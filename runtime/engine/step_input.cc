@@ -244,6 +244,10 @@ ForwardInput StepInput::decode_input(int32_t rows, bool with_adapters, const Pag
   return input;
 }
 
+bool StepInput::is_decode() const {
+  return input_.num_rows == input_.num_sequences && input_.num_logit_rows == input_.num_rows;
+}
+
 double StepInput::lora_bytes(int32_t segments) const {
   return num_adapters_ == 0 ? 0.0 : dense_lora_bytes_ + expert_lora_bytes_ / num_adapters_ * segments;
 }

@@ -22,13 +22,6 @@ struct StepInputLimits {
   int32_t lora_rank_max = 0;  // multiple of 8
 };
 
-// A logits row whose values a request wants to keep.
-struct CaptureRow {
-  Sequence* sequence = nullptr;
-  int32_t logit_row = 0;
-  int32_t position = 0;  // in the request's own prompt and output
-};
-
 class StepInput {
  public:
   StepInput(const StepInputLimits& limits, const KvGeometry& geometry, Device& device);
@@ -44,9 +37,7 @@ class StepInput {
   [[nodiscard]] ForwardInput decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
                                           const AdapterCache& adapters);
   // True if the last staged batch is such a one.
-  [[nodiscard]] bool is_decode() const {
-    return input_.num_rows == input_.num_sequences && input_.num_logit_rows == input_.num_rows;
-  }
+  [[nodiscard]] bool is_decode() const;
   // Bytes of adapter matrices that the step reads, each once; `segments` = (expert, adapter) pairs with rows.
   [[nodiscard]] double lora_bytes(int32_t segments) const;
 
@@ -71,14 +62,12 @@ class StepInput {
 
   StepInputLimits limits_;
   Device& device_;
-  int32_t num_groups_;
-  int32_t block_tokens_;
+  int32_t num_groups_, block_tokens_;
   ForwardInput input_;
   LoraBatch lora_;
   // Arrays of a step, equally far apart so that one copy pushes what is used of all of them.
   size_t pitch_ = 0;
-  std::unique_ptr<MirrorMemory> arrays_;
-  std::unique_ptr<MirrorMemory> block_tables_;
+  std::unique_ptr<MirrorMemory> arrays_, block_tables_;
   int32_t *token_ids_, *positions_, *row_sequence_, *row_begin_, *logit_rows_, *row_slot_, *sorted_rows_;
   int32_t *segment_begin_, *segment_slot_, *counts_;
   float* row_scale_;

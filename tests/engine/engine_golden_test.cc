@@ -11,36 +11,16 @@ namespace {
 
 const std::vector<std::string> kRefused = {"dora", "embed_head", "save_head"};
 
-// max|got - expected| / max|expected| of one row; a NaN sticks.
-double row_error(const float* got, const float* expected, size_t vocab) {
-  double error = 0;
-  double largest = 0;
-  for (size_t i = 0; i < vocab; ++i) {
-    const double difference = std::abs(static_cast<double>(got[i]) - static_cast<double>(expected[i]));
-    error = difference <= error ? error : difference;
-    largest = std::max(largest, std::abs(static_cast<double>(expected[i])));
-  }
-  return error / largest;
-}
-
-std::vector<float> logits_of(Engine& engine, Request request) {
-  request.sampling.max_tokens = 1;
-  const auto submission = make_submission(engine, request);
-  engine.submit(submission);
-  read_all(*submission);
-  return captured(*submission, engine.info().config.vocab_size);
-}
-
 // The reference is itself fp32: its rounding is that of a relative error of a few 1e-6 in its inputs (measured over
-// all cases). How far that moves a row is measured with the adapter's scale, changed by 2^-14, and by 2^-10 either way,
-// which finds what is about to change close by, such as the key that attention chooses.
-double bound_of_row(Engine& engine, const Request& request, size_t row, size_t vocab) {
+// all cases). How far that moves a row is measured with the adapter's scale, changed by each of `changes`.
+double bound_of_row(Engine& engine, const Request& request, size_t row, size_t vocab,
+                    const std::vector<float>& changes) {
   if (request.adapter == nullptr) {
     return 1e-4;
   }
   const std::vector<float> here = logits_of(engine, request);
   double condition = 0.0;
-  for (const float change : {0x1p-14f, 0x1p-10f, -0x1p-10f}) {
+  for (const float change : changes) {
     Request changed = request;
     changed.scale = request.scale * (1.0f + change);
     const std::vector<float> there = logits_of(engine, changed);
@@ -81,8 +61,12 @@ void check_folder(const std::string& name, const std::string& kernels) {
   REQUIRE(submissions.size() >= 4);
   std::vector<Error> errors;
   engine->submit_batch(submissions, &errors);
-  int64_t num_ill_conditioned = 0;
-  int64_t num_rows = 0;
+  // With attention scores of 500 and more, gpt-oss's rslora is also about to change close by: which key attention
+  // chooses is found by larger changes.
+  const bool is_gpt_oss = name == "gpt_oss";
+  const std::vector<float> changes =
+      is_gpt_oss ? std::vector<float>{0x1p-14f, 0x1p-10f, -0x1p-10f} : std::vector<float>{0x1p-14f};
+  int num_ill_conditioned = 0;
   for (size_t i = 0; i < submissions.size(); ++i) {
     INFO(name << " adapter '" << cases[i]->adapter << "' prompt of " << cases[i]->prompt.size());
     REQUIRE(errors[i].status() == Status::kOk);
@@ -90,7 +74,6 @@ void check_folder(const std::string& name, const std::string& kernels) {
     CHECK(submissions[i]->stream->captured_first() == cases[i]->first_position);
     const std::vector<float> logits = captured(*submissions[i], static_cast<int32_t>(cases[i]->shape[1]));
     REQUIRE(logits.size() >= static_cast<size_t>(cases[i]->shape[0] * cases[i]->shape[1]));
-    num_rows += cases[i]->shape[0];
     for (size_t row = 0; row < static_cast<size_t>(cases[i]->shape[0]); ++row) {
       const auto vocab = static_cast<size_t>(cases[i]->shape[1]);
       const double error = row_error(logits.data() + row * vocab, cases[i]->logits + row * vocab, vocab);
@@ -98,7 +81,7 @@ void check_folder(const std::string& name, const std::string& kernels) {
         continue;
       }
       ++num_ill_conditioned;
-      CHECK(error <= bound_of_row(*engine, submissions[i]->request, row, vocab));
+      CHECK(error <= bound_of_row(*engine, submissions[i]->request, row, vocab, changes));
     }
     REQUIRE(tokens.size() == cases[i]->greedy.size());
     for (size_t t = 0; t < tokens.size(); ++t) {
@@ -109,7 +92,7 @@ void check_folder(const std::string& name, const std::string& kernels) {
       break;
     }
   }
-  CHECK(num_ill_conditioned * 50 <= num_rows);
+  CHECK(num_ill_conditioned <= (is_gpt_oss ? 3 : 1));
 }
 
 }  // namespace

@@ -13,24 +13,7 @@ std::vector<float> logits_of(Engine& engine, const std::shared_ptr<Adapter>& ada
   }
   request.adapter = adapter;
   request.capture_from = 0;
-  request.sampling.max_tokens = 1;
-  const auto submission = make_submission(engine, request);
-  engine.submit(submission);
-  read_all(*submission);
-  return captured(*submission, 320);
-}
-
-double difference(const std::vector<float>& a, const std::vector<float>& b) {
-  REQUIRE(a.size() == b.size());
-  REQUIRE(!a.empty());
-  double worst = 0;
-  double largest = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    const double here = std::abs(static_cast<double>(a[i]) - static_cast<double>(b[i]));
-    worst = here <= worst ? worst : here;
-    largest = std::max(largest, std::abs(static_cast<double>(b[i])));
-  }
-  return worst / largest;
+  return test::logits_of(engine, request);
 }
 
 void check(const MergedModel& base, const MergedModel& merged, const AdapterFiles& files) {

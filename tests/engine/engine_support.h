@@ -2,6 +2,8 @@
 // Small ways to drive an Engine from a test: submit a request, read it to its end.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <vector>
@@ -47,6 +49,34 @@ inline std::vector<float> captured(const Submission& submission, int32_t vocab_s
                                      static_cast<size_t>(vocab_size));
   }
   return logits;
+}
+
+// max|got - expected| / max|expected| of one row; a NaN sticks.
+inline double row_error(const float* got, const float* expected, size_t vocab) {
+  double error = 0;
+  double largest = 0;
+  for (size_t i = 0; i < vocab; ++i) {
+    const double difference = std::abs(static_cast<double>(got[i]) - static_cast<double>(expected[i]));
+    error = difference <= error ? error : difference;
+    largest = std::max(largest, std::abs(static_cast<double>(expected[i])));
+  }
+  return error / largest;
+}
+
+// All captured rows of a request for one token.
+inline std::vector<float> logits_of(Engine& engine, Request request) {
+  request.sampling.max_tokens = 1;
+  const auto submission = make_submission(engine, request);
+  engine.submit(submission);
+  read_all(*submission);
+  return captured(*submission, engine.info().config.vocab_size);
+}
+
+// The same over whole captures of one size.
+inline double difference(const std::vector<float>& a, const std::vector<float>& b) {
+  REQUIRE(a.size() == b.size());
+  REQUIRE(!a.empty());
+  return row_error(a.data(), b.data(), a.size());
 }
 
 inline std::shared_ptr<Adapter> load_adapter(Engine& engine, const std::string& dir, const std::string& name) {
