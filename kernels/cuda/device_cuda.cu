@@ -52,7 +52,7 @@ std::string version_text(int version) {
 
 class DeviceCuda final : public Device {
  public:
-  explicit DeviceCuda(int index) : index_(index) {
+  explicit DeviceCuda(int index) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaErrorInsufficientDriver) {
@@ -218,7 +218,6 @@ class DeviceCuda final : public Device {
     void* memory = nullptr;
     cudaEvent_t done = nullptr;
   };
-  int index_;
   cudaDeviceProp properties_{};
   Staging staging_[2];
 };

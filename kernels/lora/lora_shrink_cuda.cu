@@ -97,36 +97,24 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& item, int 
   const int panel = item.first_rank / kTileRanks;
   const bool has_high = item.first_rank + kTileRanks < item.record.rank;
   for (int base = begin; base < end; base += UNROLL) {
-    uint4 a[UNROLL][4];
+    uint4 a[UNROLL][2][2];  // low and high rows, chunks
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      a[u][0] = a[u][1] = a[u][2] = a[u][3] = zero_chunk();
+      a[u][0][0] = a[u][0][1] = a[u][1][0] = a[u][1][1] = zero_chunk();
       if (base + u < end) {
         const std::byte* low = lora_a_tile(p.table, item.slot, item.record, p.k, panel, base + u) + offset;
-        a[u][0] = load_streaming(low);
-        a[u][1] = load_streaming(low + 512);
+        a[u][0][0] = load_streaming(low);
+        a[u][0][1] = load_streaming(low + 512);
         if (has_high) {
           const std::byte* high = lora_a_tile(p.table, item.slot, item.record, p.k, panel + 1, base + u) + offset;
-          a[u][2] = load_streaming(high);
-          a[u][3] = load_streaming(high + 512);
+          a[u][1][0] = load_streaming(high);
+          a[u][1][1] = load_streaming(high + 512);
         }
       }
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const int column = (base + u) * kTileColumns + t * 8;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool inside = base + u < end && column + half * 32 < p.k;
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-          uint4 values = zero_chunk();
-          if (inside && x[j] != nullptr) {
-            values = *reinterpret_cast<const uint4*>(x[j] + column + half * 32);
-          }
-          mma_chunk(acc[j], a[u][half], a[u][2 + half], values);
-        }
-      }
+      mma_block<NT>(acc, a[u][0], a[u][1], x, (base + u) * kTileColumns + t * 8, base + u < end, p.k);
     }
   }
 }

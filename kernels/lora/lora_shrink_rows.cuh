@@ -16,6 +16,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
+#include "kernels/moe/moe_sort.h"
 
 namespace moelora::shrink_rows {
 
@@ -66,17 +67,6 @@ __device__ __forceinline__ int nth_bit(unsigned bits, int n) {
   return bits != 0 ? __ffs(static_cast<int>(bits)) - 1 : 0;
 }
 
-// The expert of a sorted position: the last one that begins at or before it.
-__device__ __forceinline__ int expert_of(const int* begin, int num_experts, int position) {
-  int low = 0;
-  int high = num_experts;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (begin[middle] <= position ? low : high) = middle;
-  }
-  return low;
-}
-
 // acc += A x of one panel over the 64-input blocks [begin, end), 8 NT tokens.
 template <int NT, int UNROLL>
 __device__ __forceinline__ void multiply(const Params& p, const Group& group, int panel, int begin, int end,
@@ -105,19 +95,8 @@ __device__ __forceinline__ void multiply(const Params& p, const Group& group, in
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const int column = (base + u) * kTileColumns + t * 8;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const bool inside = base + u < end && column + half * 32 < p.k;
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-          uint4 values = zero_chunk();
-          if (inside && x[j] != nullptr) {
-            values = *reinterpret_cast<const uint4*>(x[j] + column + half * 32);
-          }
-          mma_chunk(acc[j], a[u][half], zero_chunk(), values);
-        }
-      }
+      const uint4 none[2] = {zero_chunk(), zero_chunk()};
+      mma_block<NT>(acc, a[u], none, x, (base + u) * kTileColumns + t * 8, base + u < end, p.k);
     }
   }
 }
@@ -198,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_rows(const
   const float row_scale = row >= 0 ? p.row_scale[row] : 0.0f;
   if constexpr (EXPERTS) {
     __syncthreads();  // expert_begin is there
-    expert = row >= 0 ? expert_of(expert_begin, p.num_experts, position) : 0;
+    expert = row >= 0 ? expert_at(expert_begin, p.num_experts, position) : 0;
   }
   const unsigned same_slot = __match_any_sync(0xffffffffu, slot);
   const unsigned same = EXPERTS ? same_slot & __match_any_sync(0xffffffffu, expert) : same_slot;

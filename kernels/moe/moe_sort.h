@@ -3,6 +3,7 @@
 // GEMMs and the LoRA of gate_up and down share that order.
 #pragma once
 
+#include "kernels/base/host_device.h"
 #include "kernels/base/stream.h"
 #include "kernels/base/tensor.h"
 
@@ -24,6 +25,17 @@ struct MoeOrder {
   // Running sums over all calls, for stats: active experts, segments of slots > 0. Wrap around. Null: not wanted.
   uint32_t* totals = nullptr;  // [2]
 };
+
+// The expert that owns a sorted position, given expert_begin: the last one that begins at or before it.
+MOELORA_HD inline int32_t expert_at(const int32_t* expert_begin, int32_t num_experts, int32_t position) {
+  int32_t low = 0;
+  int32_t high = num_experts;
+  while (high - low > 1) {
+    const int32_t middle = (low + high) / 2;
+    (expert_begin[middle] <= position ? low : high) = middle;
+  }
+  return low;
+}
 
 struct MoeSortArgs {
   const int32_t* ids = nullptr;       // [T, K] expert of each choice

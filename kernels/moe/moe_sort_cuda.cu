@@ -195,17 +195,6 @@ __device__ __forceinline__ const int32_t* order_rows(const MoeSortArgs& args, Sh
   return from;
 }
 
-// The last expert that begins at or before a position is the one that owns it.
-__device__ __forceinline__ int expert_at(const int* begin, int num_experts, int position) {
-  int low = 0;
-  int high = num_experts;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (begin[middle] <= position ? low : high) = middle;
-  }
-  return low;
-}
-
 // Marks the heads of segments of the warp's run in s.heads; counts them, and those of slots above 0.
 template <int WARPS, bool SMALL, class Slot>
 __device__ __forceinline__ void mark_heads(Shared<WARPS, SMALL>& s, const Run& run, int num_experts,

@@ -22,14 +22,8 @@ __device__ __forceinline__ uint4 expand_mxfp4(uint32_t word, __nv_bfloat162 scal
   }
   return make_uint4(pair[0], pair[1], pair[2], pair[3]);
 }
-// 2^(E - 1) twice, E in the low byte, E <= kMxfp4ScaleMax.
-__device__ __forceinline__ __nv_bfloat162 mxfp4_scale(uint32_t e8m0) {
-  const uint32_t half = ((e8m0 & 0xFFu) + 126u) << 7;
-  const uint32_t both = half | (half << 16);
-  return reinterpret_cast<const __nv_bfloat162&>(both);
-}
-
-// The same for the four scales of a word, E <= kMxfp4ScaleMax each: prepared once, then two instructions a scale.
+// Scales 2^(E - 1) as bf16 pairs, of the four E8M0 bytes of a word, E <= kMxfp4ScaleMax each: prepared once, then two
+// instructions a scale.
 __device__ __forceinline__ uint32_t mxfp4_prepare_scales(uint32_t word) {
   return word + 0x7E7E7E7Eu;  // + 126 each, no carry
 }
