@@ -26,8 +26,9 @@ class Planner {
   }
 
  private:
-  void matrix(const std::string& name, int32_t rows, int32_t cols, Weight& weight) {
-    plan_.push_back({{prefix_ + name + ".weight"}, TensorKind::kMatrix, rows, cols, &weight});
+  void matrix(const std::string& name, int32_t rows, int32_t cols, Weight& weight,
+              TensorKind kind = TensorKind::kMatrix) {
+    plan_.push_back({{prefix_ + name + ".weight"}, kind, rows, cols, &weight});
   }
   void norm(const std::string& name, int32_t cols, Weight& weight) {
     plan_.push_back({{prefix_ + name + ".weight"}, TensorKind::kNorm, 1, cols, &weight});
@@ -47,7 +48,7 @@ class Planner {
     matrix("self_attn.v_proj", kv_rows, width, layer.v);
     matrix("self_attn.o_proj", width, q_rows, layer.o);
     if (config_.family == Family::kGptOss) {
-      plan_.push_back({{prefix_ + "self_attn.sinks"}, TensorKind::kBias, 1, config_.num_heads, &layer.stored_sinks});
+      plan_.push_back({{prefix_ + "self_attn.sinks"}, TensorKind::kSinks, 1, config_.num_heads, &layer.stored_sinks});
     }
     bias(config_.qkv_bias, "self_attn.q_proj", q_rows, layer.q_bias);
     bias(config_.qkv_bias, "self_attn.k_proj", kv_rows, layer.k_bias);
@@ -73,7 +74,7 @@ class Planner {
 
   void gpt_oss_moe(LayerWeights& layer) {
     const int32_t experts = config_.num_experts;
-    matrix("mlp.router", experts, config_.hidden_size, layer.router);
+    matrix("mlp.router", experts, config_.hidden_size, layer.router, TensorKind::kRouter);
     bias(true, "mlp.router", experts, layer.router_bias);
     plan_.push_back({{prefix_ + "mlp.experts.gate_up_proj_bias"},
                      TensorKind::kExpertBias,
@@ -92,7 +93,7 @@ class Planner {
       return gpt_oss_moe(layer);
     }
     const int32_t width = config_.hidden_size;
-    matrix("mlp.gate", config_.num_experts, width, layer.router);
+    matrix("mlp.gate", config_.num_experts, width, layer.router, TensorKind::kRouter);
     if (config_.family == Family::kMixtral) {
       plan_.back().names.insert(plan_.back().names.begin(), prefix_ + "block_sparse_moe.gate.weight");
     }

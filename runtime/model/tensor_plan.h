@@ -12,7 +12,11 @@
 
 namespace moelora {
 
-enum class TensorKind : uint8_t { kMatrix, kNorm, kBias, kExpertBias };
+enum class TensorKind : uint8_t { kMatrix, kRouter, kNorm, kBias, kSinks, kExpertBias };
+// Stored as [cols]; the others as [rows, cols].
+constexpr bool is_vector(TensorKind kind) {
+  return kind == TensorKind::kNorm || kind == TensorKind::kBias || kind == TensorKind::kSinks;
+}
 
 struct PlannedTensor {
   std::vector<std::string> names;  // the first one found is used; more than one found is an error

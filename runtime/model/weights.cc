@@ -138,7 +138,7 @@ void WeightsLoader::single(const PlannedTensor& planned) {
     name = &planned.names.front();
   }
   std::vector<int64_t> shape = {planned.rows, planned.cols};
-  if (planned.kind == TensorKind::kNorm || planned.kind == TensorKind::kBias) {
+  if (is_vector(planned.kind)) {
     shape = {planned.cols};
   }
   Dtype dtype = Dtype::kBf16;

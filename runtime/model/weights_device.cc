@@ -37,13 +37,14 @@ class Builder {
   }
   [[nodiscard]] size_t used() const { return used_; }
 
-  void tensor(const PlannedTensor& planned, bool is_router) {
+  [[nodiscard]] bool fills() const { return memory_ != nullptr; }
+
+  void tensor(const PlannedTensor& planned) {
     Weight& weight = *planned.weight;
-    Dtype dtype = planned.kind == TensorKind::kMatrix ? Dtype::kBf16 : Dtype::kF32;
-    if (is_router && weight.dtype != Dtype::kBf16) {
-      dtype = Dtype::kF32;
-    }
-    if (planned.kind == TensorKind::kMatrix && planned.cols % 8 != 0) {
+    const bool is_matrix = !is_vector(planned.kind);
+    const bool keeps_f32 = planned.kind == TensorKind::kRouter && weight.dtype != Dtype::kBf16;
+    const Dtype dtype = is_matrix && !keeps_f32 ? Dtype::kBf16 : Dtype::kF32;
+    if (is_matrix && planned.cols % 8 != 0) {
       throw Error(Status::kUnsupported, fmt::format("tensor '{}' has {} columns: a GPU needs a multiple of 8",
                                                     planned.names.front(), planned.cols));
     }
@@ -255,22 +256,17 @@ class Builder {
   DeviceMemory raw_;
 };
 
-void lay_out(const ModelConfig& config, Weights& weights, Builder& builder, bool filling) {
+void lay_out(const ModelConfig& config, Weights& weights, Builder& builder) {
   for (const PlannedTensor& planned : plan_tensors(config, weights)) {
-    const bool converted = std::any_of(weights.layers.begin(), weights.layers.end(), [&](const LayerWeights& layer) {
-      return planned.weight == &layer.stored_sinks;
-    });
-    if (converted || planned.kind == TensorKind::kExpertBias) {
+    if (planned.kind == TensorKind::kSinks || planned.kind == TensorKind::kExpertBias) {
       continue;  // their fp32 copies go along below
     }
-    const bool is_router = std::any_of(weights.layers.begin(), weights.layers.end(),
-                                       [&](const LayerWeights& layer) { return planned.weight == &layer.router; });
-    builder.tensor(planned, is_router);
+    builder.tensor(planned);
   }
   for (size_t i = 0; i < weights.layers.size(); ++i) {
     LayerWeights& layer = weights.layers[i];
     const float* sinks = builder.vector(layer.sinks, static_cast<size_t>(config.num_heads), builder.has_vectors());
-    if (filling) {
+    if (builder.fills()) {
       layer.sinks = sinks;
     }
     if (config.layer_is_moe[i] == 0) {
@@ -295,11 +291,11 @@ void Weights::move_to(Device& device, Stream& stream, const Kernels& kernels, co
                       uint64_t seed) {
   Builder builder(config, device, stream, kernels, random, seed);
   builder.begin(nullptr);
-  lay_out(config, *this, builder, false);
+  lay_out(config, *this, builder);
   builder.vector(nullptr, config.inv_freq.size(), true);
   storage_->device = DeviceMemory(device, builder.used(), "weights");
   builder.begin(storage_->device.data());
-  lay_out(config, *this, builder, true);
+  lay_out(config, *this, builder);
   inv_freq = builder.vector(config.inv_freq.data(), config.inv_freq.size(), true);
   builder.finish();
   if (config.tie_embeddings) {

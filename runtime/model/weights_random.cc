@@ -69,7 +69,7 @@ class Filler {
     args.dtype = dtype_;
     args.count = int64_t{rows} * cols;
     // Uniform in [-s, s) has standard deviation s / sqrt(3).
-    const bool bias = kind == TensorKind::kBias || kind == TensorKind::kExpertBias;
+    const bool bias = kind != TensorKind::kMatrix && kind != TensorKind::kRouter;
     args.scale = bias ? kRandomBias : std::sqrt(3.0f / static_cast<float>(cols));
     args.seed = seed;
     fill_random_cpu(args, stream_);
