@@ -103,17 +103,19 @@ moelora_status moelora_log_read(int32_t timeout_ms, char* buf, size_t cap, size_
 }
 
 // Device 0 is the CPU, device n GPU n - 1.
-static std::vector<DeviceInfo> gpus() {
+static std::vector<DeviceInfo> devices() {
   std::vector<DeviceInfo> found;
 #ifdef MOELORA_HAVE_CUDA
   run_apart([&] { found = list_devices_cuda(); });
 #endif
+  const HostResources host = host_resources();
+  found.insert(found.begin(), {host.name, host.memory_bytes, host.memory_free_bytes, host.num_cores, 0});
   return found;
 }
 
 moelora_status moelora_device_count(int32_t* count, moelora_error* err) {
   return guard(err, [&] {
-    required(count, "count") = 1 + static_cast<int32_t>(gpus().size());
+    required(count, "count") = static_cast<int32_t>(devices().size());
     return Status::kOk;
   });
 }
@@ -121,29 +123,19 @@ moelora_status moelora_device_count(int32_t* count, moelora_error* err) {
 moelora_status moelora_device_info_get(int32_t device, moelora_device_info* info, moelora_error* err) {
   return guard(err, [&] {
     check_struct(info, "info");
-    moelora_device_info found = {};
-    if (device != 0) {
-      const std::vector<DeviceInfo> others = gpus();
-      if (device < 0 || static_cast<size_t>(device) > others.size()) {
-        throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there {} {}, numbered from 0", device,
-                                                   others.empty() ? "is" : "are", others.size() + 1));
-      }
-      const DeviceInfo& gpu = others[static_cast<size_t>(device) - 1];
-      found.kind = MOELORA_DEVICE_CUDA;
-      found.memory_bytes = gpu.memory_bytes;
-      found.memory_free_bytes = gpu.memory_free_bytes;
-      found.num_units = gpu.num_units;
-      found.compute_capability = gpu.compute_capability;
-      copy_text(found.name, sizeof found.name, gpu.name);
-      write_struct(info, found);
-      return Status::kOk;
+    const std::vector<DeviceInfo> all = devices();
+    if (device < 0 || static_cast<size_t>(device) >= all.size()) {
+      throw Error(Status::kNoDevice, fmt::format("device {} does not exist; there {} {}, numbered from 0", device,
+                                                 all.size() == 1 ? "is" : "are", all.size()));
     }
-    const HostResources host = host_resources();
-    found.kind = MOELORA_DEVICE_CPU;
-    found.memory_bytes = host.memory_bytes;
-    found.memory_free_bytes = host.memory_free_bytes;
-    found.num_units = host.num_cores;
-    copy_text(found.name, sizeof found.name, host.name);
+    const DeviceInfo& one = all[static_cast<size_t>(device)];
+    moelora_device_info found = {};
+    found.kind = device == 0 ? MOELORA_DEVICE_CPU : MOELORA_DEVICE_CUDA;
+    found.memory_bytes = one.memory_bytes;
+    found.memory_free_bytes = one.memory_free_bytes;
+    found.num_units = one.num_units;
+    found.compute_capability = one.compute_capability;
+    copy_text(found.name, sizeof found.name, one.name);
     write_struct(info, found);
     return Status::kOk;
   });
