@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "tests/kernels/rope_case.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_rows.h"
 #include "tests/support/stored_matrix.h"
@@ -84,34 +85,9 @@ struct RopeCase {
   // Head `h` of row t: clamp, norm, rotate.
   [[nodiscard]] std::vector<double> head(const std::vector<float>& in, int32_t heads, int32_t t, int32_t h,
                                          const StoredMatrix& weight, bool value) const {
-    const int32_t dims = layout.head_dim;
-    std::vector<double> x;
-    double squares = 0.0;
-    for (int32_t d = 0; d < dims; ++d) {
-      double number = static_cast<double>(in[static_cast<size_t>((t * heads + h) * dims + d)]);
-      if (clip > 0.0f) {
-        number = std::min(std::max(number, -static_cast<double>(clip)), static_cast<double>(clip));
-      }
-      squares += number * number;
-      x.push_back(number);
-    }
-    if (value) {
-      return x;
-    }
-    for (int32_t d = 0; d < dims && norm; ++d) {
-      x[static_cast<size_t>(d)] *= weight.at(0, d) / std::sqrt(squares / dims + static_cast<double>(kEps));
-    }
-    std::vector<double> y(x.size());
-    for (int32_t i = 0; i < dims / 2; ++i) {
-      const float angle = static_cast<float>(positions[static_cast<size_t>(t)]) * inv_freq[static_cast<size_t>(i)];
-      const double c = std::cos(static_cast<double>(angle)) * static_cast<double>(rope_scale);
-      const double s = std::sin(static_cast<double>(angle)) * static_cast<double>(rope_scale);
-      const double a = x[static_cast<size_t>(i)];
-      const double b = x[static_cast<size_t>(i + dims / 2)];
-      y[static_cast<size_t>(i)] = a * c - b * s;
-      y[static_cast<size_t>(i + dims / 2)] = b * c + a * s;
-    }
-    return y;
+    const float* from = in.data() + static_cast<size_t>((t * heads + h) * layout.head_dim);
+    return rope_head({layout.head_dim, clip, norm, kEps, rope_scale, inv_freq}, from, positions[static_cast<size_t>(t)],
+                     weight, value);
   }
   // Written K or V of row t's head, from the pool.
   [[nodiscard]] std::vector<float> stored(int32_t t, int32_t h, bool value) const {

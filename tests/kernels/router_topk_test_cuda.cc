@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "tests/kernels/router_case.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_rows.h"
 
@@ -35,24 +36,6 @@ Routed route(int64_t num_rows, int32_t num_experts, const std::vector<float>& lo
   return {ids.read<int32_t>(), weights.read<float>()};
 }
 
-void check_row(const float* logits, int32_t num_experts, const int32_t* ids, const float* weights, int32_t top_k,
-               bool renormalize) {
-  std::vector<int32_t> order(static_cast<size_t>(num_experts));
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return logits[a] > logits[b]; });
-  REQUIRE(std::equal(ids, ids + top_k, order.begin()));
-  double total = 0.0;
-  const auto counted = static_cast<size_t>(renormalize ? top_k : num_experts);
-  for (size_t i = 0; i < counted; ++i) {
-    total += std::exp(static_cast<double>(logits[order[i]]) - static_cast<double>(logits[order[0]]));
-  }
-  std::vector<double> expected;
-  for (int32_t j = 0; j < top_k; ++j) {
-    expected.push_back(std::exp(static_cast<double>(logits[ids[j]]) - static_cast<double>(logits[order[0]])) / total);
-  }
-  CHECK(relative_error({weights, weights + top_k}, expected) <= 2e-6);
-}
-
 }  // namespace
 
 TEST_CASE("router_topk_cuda picks the largest logits and their probabilities") {
@@ -72,7 +55,7 @@ TEST_CASE("router_topk_cuda picks the largest logits and their probabilities") {
         const Routed routed = route(num_rows, shape.num_experts, logits, shape.top_k, renormalize);
         for (int32_t t = 0; t < num_rows; ++t) {
           check_row(logits.data() + t * shape.num_experts, shape.num_experts, routed.ids.data() + t * shape.top_k,
-                    routed.weights.data() + t * shape.top_k, shape.top_k, renormalize);
+                    routed.weights.data() + t * shape.top_k, shape.top_k, renormalize, 2e-6);
         }
         const Routed again = route(num_rows, shape.num_experts, logits, shape.top_k, renormalize);
         CHECK((routed.ids == again.ids && same_bits(routed.weights, again.weights)));

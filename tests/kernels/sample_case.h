@@ -15,6 +15,17 @@
 
 namespace moelora::test {
 
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+inline SampleRow sampled(float temperature, int32_t top_k, float top_p, float min_p) {
+  SampleRow row;
+  row.temperature = temperature;
+  row.top_k = top_k;
+  row.top_p = top_p;
+  row.min_p = min_p;
+  return row;
+}
+
 inline std::vector<SampleOutput> sample(const Kernels& kernels, Stream& stream, const PoisonedRows& logits,
                                         const std::vector<SampleRow>& rows) {
   std::vector<SampleOutput> outputs(rows.size());

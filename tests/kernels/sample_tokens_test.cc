@@ -14,17 +14,6 @@ using namespace moelora::test;
 
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-SampleRow sampled(float temperature, int32_t top_k, float top_p, float min_p) {
-  SampleRow row;
-  row.temperature = temperature;
-  row.top_k = top_k;
-  row.top_p = top_p;
-  row.min_p = min_p;
-  return row;
-}
-
 // Draws 0 .. count-1 of `row` on the same logits.
 std::vector<int32_t> draws(const Kernels& kernels, Stream& stream, const std::vector<float>& logits, SampleRow row,
                            int32_t count) {

@@ -13,17 +13,6 @@ using namespace moelora::test;
 
 namespace {
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
-
-SampleRow sampled(float temperature, int32_t top_k, float top_p, float min_p) {
-  SampleRow row;
-  row.temperature = temperature;
-  row.top_k = top_k;
-  row.top_p = top_p;
-  row.min_p = min_p;
-  return row;
-}
-
 struct Logits {
   int64_t rows;
   int64_t vocab;
