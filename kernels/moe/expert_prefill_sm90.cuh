@@ -11,32 +11,17 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/wgmma.cuh"
-#include "kernels/moe/expert_prefill.cuh"
+#include "kernels/moe/expert_prefill_tile.cuh"
 
 namespace moelora {
 namespace sm90 {
 
-constexpr int kMultiplyThreads = 256;  // two warpgroups
-constexpr int kFillThreads = 128;
-constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyRegisters = 208;  // a thread
 constexpr int kFillRegisters = 96;
-constexpr int kMultiplyWarps = kMultiplyThreads / 32;
-constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kTokens = 256;               // largest token tile
-constexpr int kWidthStep = 32;             // widths of tiles are its multiples
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kTokens * 128;
 constexpr int kStageAlignment = 1024;
-
-// What a block must know about the tokens of a tile.
-struct TileTokens {
-  int32_t first_chunk[kTokens];  // of the token's row in x; tokens past the end repeat the last
-  int32_t slot[kTokens];         // adapter, 0 = none; with adapters only
-  float scale[kTokens];
-};
 
 struct Shared {
   ExpertTiles tiles;
@@ -45,29 +30,6 @@ struct Shared {
   uint64_t empty[kTokenStages];
   uint64_t tokens_empty[2];
 };
-
-// One work item: a tile of an expert.
-struct Work {
-  int expert;
-  int row_block;
-  int pair;   // first sorted pair of the token tile
-  int count;  // tokens, > 0
-  int width;  // count rounded up to kWidthStep
-};
-
-__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
-                                          int item) {
-  const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
-  const int pairs = found.end - found.begin;
-  const int size = ((pairs + found.token_tiles - 1) / found.token_tiles + kWidthStep - 1) / kWidthStep * kWidthStep;
-  Work work;
-  work.expert = found.expert;
-  work.row_block = found.row_block;
-  work.pair = found.begin + found.token_tile * size;
-  work.count = min(found.end - work.pair, size);
-  work.width = (work.count + kWidthStep - 1) / kWidthStep * kWidthStep;
-  return work;
-}
 
 // Number of a stage and parity of its use, for the n-th block of all that pass.
 __device__ __forceinline__ int stage_of(uint32_t n) {
@@ -97,20 +59,6 @@ struct UnitPosition {
   }
 };
 
-__device__ __forceinline__ void describe_tokens(const ExpertGemm& p, const Work& work, TileTokens& tokens, int thread) {
-  for (int i = thread; i < work.width; i += kFillThreads) {
-    const int pair = work.pair + min(i, work.count - 1);
-    const int row = p.x_by_pair && p.lora.row_slot == nullptr ? 0 : __ldg(p.order.pair_row + pair);
-    tokens.first_chunk[i] = (p.x_by_pair ? pair : row) * static_cast<int>(p.x_stride / 8);
-    if (p.lora.row_slot != nullptr) {
-      const int slot = i < work.count ? __ldg(p.lora.row_slot + row) : 0;
-      const float scale = slot != 0 ? __ldg(p.lora.row_scale + row) : 0.0f;
-      tokens.slot[i] = scale != 0.0f ? slot : 0;  // a scale of zero counts as no adapter
-      tokens.scale[i] = scale;
-    }
-  }
-}
-
 struct TokenFiller {
   const uint4* x;
   const int32_t* first_chunk;
@@ -127,108 +75,152 @@ struct TokenFiller {
           group < width && chunk < chunks ? load_streaming(x + first_chunk[group + thread / 8] + chunk) : zero_chunk();
     }
   }
-  // A warp's stores of one word cover all banks: four rows of one half of the swizzle, both halves of a block.
   __device__ __forceinline__ void store(const uint4 (&unit)[kUnitChunks], const UnitPosition& at,
                                         std::byte* stage) const {
-    const int row = thread / 8;
-    const int first_piece = thread % 8 / 4 * 4 ^ row % 8;  // of word 0
 #pragma unroll
     for (int i = 0; i < kUnitChunks; ++i) {
-      const int group = at.token + 16 * i;
-      if (group < width) {
-        auto* to = reinterpret_cast<uint32_t*>(stage + (group + row) * 128) + thread % 4;
-        to[(first_piece ^ 0) * 4] = unit[i].x;
-        to[(first_piece ^ 1) * 4] = unit[i].y;
-        to[(first_piece ^ 2) * 4] = unit[i].z;
-        to[(first_piece ^ 3) * 4] = unit[i].w;
+      const int row = at.token + 16 * i + thread / 8;
+      if (at.token + 16 * i < width) {
+        store_chunk(stage, row, thread % 8, unit[i]);
       }
     }
   }
 };
 
-// All blocks of one item; n is the number of its first block.
-__device__ __forceinline__ void fill_item(const TokenFiller& filler, int k_blocks, uint32_t n, Shared& shared,
-                                          std::byte* stages) {
-  UnitPosition loaded;
-  UnitPosition stored;
-  uint4 units[kAhead][kUnitChunks];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    if (loaded.block < k_blocks) {
-      filler.load(units[i], loaded);
-      loaded.advance(filler.width);
-    }
+template <bool GATE_UP>
+struct Filler {
+  const ExpertGemm& p;
+  Shared& shared;
+  std::byte* stages;
+  int active;
+  int row_blocks;
+  uint32_t n = 0;    // blocks filled
+  uint32_t nth = 0;  // items filled
+
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
+  __device__ __forceinline__ std::byte* wait_empty(uint32_t block) {
+    const int stage = stage_of(block);
+    mbarrier_wait(&shared.empty[stage], parity_of(block) ^ 1);
+    return stages + stage * kTokenStageBytes;
   }
-  while (stored.block < k_blocks) {
+  __device__ __forceinline__ void arrive_full(uint32_t block) {
+    fence_for_wgmma();
+    mbarrier_arrive(&shared.full[stage_of(block)]);
+  }
+  // The blocks of k.
+  __device__ __forceinline__ void fill_tokens(const Work& work) {
+    TokenFiller filler;
+    filler.x = reinterpret_cast<const uint4*>(p.x);
+    filler.first_chunk = shared.tokens[nth % 2].first_chunk;
+    filler.thread = thread();
+    filler.chunks = p.k / 8;
+    filler.width = work.width;
+    UnitPosition loaded;
+    UnitPosition stored;
+    uint4 units[kAhead][kUnitChunks] = {};  // or they would count as kept from the item before
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (stored.block < k_blocks) {
-        const uint32_t block = n + static_cast<uint32_t>(stored.block);
-        const int stage = stage_of(block);
-        if (stored.token == 0) {
-          mbarrier_wait(&shared.empty[stage], parity_of(block) ^ 1);
-        }
-        filler.store(units[i], stored, stages + stage * kTokenStageBytes);
-        if (stored.token + kUnitTokens >= filler.width) {
-          fence_for_wgmma();
-          mbarrier_arrive(&shared.full[stage]);
-        }
-        stored.advance(filler.width);
-      }
-      if (loaded.block < k_blocks) {
+      if (loaded.block < p.k_blocks) {
         filler.load(units[i], loaded);
         loaded.advance(filler.width);
       }
     }
-  }
-}
-
-__device__ __forceinline__ void fill_all(const ExpertGemm& p, int active, int row_blocks, Shared& shared,
-                                         std::byte* stages) {
-  const int items = shared.tiles.begin[active] * row_blocks;
-  uint32_t n = 0;
-  uint32_t nth = 0;  // item of this block
-  TokenFiller filler;
-  filler.x = reinterpret_cast<const uint4*>(p.x);
-  filler.thread = static_cast<int>(threadIdx.x) - kMultiplyThreads;
-  filler.chunks = p.k / 8;
-  for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x), ++nth) {
-    const Work work = find_tile(p, shared.tiles, active, row_blocks, item);
-    TileTokens& tokens = shared.tokens[nth % 2];
-    mbarrier_wait(&shared.tokens_empty[nth % 2], nth / 2 % 2 ^ 1);
-    describe_tokens(p, work, tokens, filler.thread);
-    barrier_sync(1, kFillThreads);  // tokens are described
-    filler.first_chunk = tokens.first_chunk;
-    filler.width = work.width;
-    fill_item(filler, p.k_blocks, n, shared, stages);
+    std::byte* stage = nullptr;
+    while (stored.block < p.k_blocks) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (stored.block < p.k_blocks) {
+          const uint32_t block = n + static_cast<uint32_t>(stored.block);
+          if (stored.token == 0) {
+            stage = wait_empty(block);
+          }
+          filler.store(units[i], stored, stage);
+          if (stored.token + kUnitTokens >= filler.width) {
+            arrive_full(block);
+          }
+          stored.advance(filler.width);
+        }
+        if (loaded.block < p.k_blocks) {
+          filler.load(units[i], loaded);
+          loaded.advance(filler.width);
+        }
+      }
+    }
     n += static_cast<uint32_t>(p.k_blocks);
   }
-}
+  // The steps of the adapters.
+  __device__ __forceinline__ void fill_steps(const Work& work) {
+    const TileTokens& tokens = shared.tokens[nth % 2];
+    for (int entry = 0; entry < tokens.num_entries; ++entry) {
+      const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
+      for (int step = 0; step < steps; ++step) {
+        fill_step<GATE_UP>(p, work, tokens, entry, step, thread(), wait_empty(n));
+        arrive_full(n);
+        ++n;
+      }
+    }
+  }
+  __device__ __forceinline__ void fill_all() {
+    const int items = shared.tiles.begin[active] * row_blocks;
+    for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+      const Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+      mbarrier_wait(&shared.tokens_empty[nth % 2], nth / 2 % 2 ^ 1);
+      describe_tokens<GATE_UP>(p, work, shared.tokens[nth % 2], thread());
+      fill_tokens(work);
+      if (p.lora.row_slot != nullptr) {
+        fill_steps(work);
+      }
+      ++nth;
+    }
+  }
+};
 
 // --- The warpgroups that multiply.
 
-// Weights of one warp: 16 rows, a block of 64 inputs as the four steps' registers of wgmma.
-template <class Source>
+// Weights of one warp: 16 rows, a block of 64 inputs as the four steps' registers of wgmma. B of the adapters' steps
+// comes the same way, behind the blocks.
+template <bool GATE_UP, class Source>
 struct WeightPipe {
-  Source source;
+  static constexpr int kStageBytes = Source::kStageBytes > 1024 ? Source::kStageBytes : 1024;
+  const ExpertGemm& p;
   std::byte* stages;
+  const TileTokens* tokens = nullptr;  // of the item
+  Source source;
+  int expert = 0;
+  int tile = 0;
+  int num_steps = 0;
 
-  __device__ __forceinline__ std::byte* stage(int b) const { return stages + b % kWeightStages * Source::kStageBytes; }
-  __device__ __forceinline__ void copy(int b, int k_blocks) const {
-    if (b < k_blocks) {
+  __device__ __forceinline__ std::byte* stage(int b) const { return stages + b % kWeightStages * kStageBytes; }
+  __device__ __forceinline__ void copy(int b) const {
+    if (b < p.k_blocks) {
       source.copy(stage(b), b);
+    } else if (b - p.k_blocks < num_steps) {
+      copy_step<GATE_UP>(p, *tokens, expert, tile, b - p.k_blocks, stage(b));
     }
     async_commit();  // always, so that groups count blocks
   }
-  __device__ __forceinline__ void begin(int k_blocks) const {
-#pragma unroll
-    for (int b = 0; b < kWeightStages - 1; ++b) {
-      copy(b, k_blocks);
+  // The first blocks of an item, but no steps: its tokens may not be described yet.
+  __device__ __forceinline__ void begin(const Work& work) {
+    expert = work.expert;
+    tile = min(work.row_block * kRowTiles + warp_index(), p.row_tiles - 1);
+    source.locate(p, expert, tile);
+    num_steps = 0;
+    for (int b = 0; b < min(kWeightStages - 1, p.k_blocks); ++b) {
+      copy(b);
     }
   }
-  // Past the end of k it fetches what nobody uses.
-  __device__ __forceinline__ void fetch(uint32_t (&a)[16], int b, int k_blocks) const {
-    async_wait<kWeightStages - 2>();
+  // The tokens are described.
+  __device__ __forceinline__ void continue_with(const TileTokens& described) {
+    tokens = &described;
+    num_steps = p.lora.row_slot != nullptr ? described.num_steps : 0;
+    for (int b = p.k_blocks; b < kWeightStages - 1; ++b) {
+      copy(b);
+    }
+  }
+  __device__ __forceinline__ void wait() const { async_wait<kWeightStages - 2>(); }
+  // At the end of k it fetches what nobody uses.
+  __device__ __forceinline__ void fetch(uint32_t (&a)[16], int b) const {
+    wait();
     typename Source::Block block;
     Source::fetch(block, stage(b));
 #pragma unroll
@@ -245,7 +237,7 @@ struct WeightPipe {
       a[8 * c + 6] = low.w;
       a[8 * c + 7] = high.w;
     }
-    copy(b + kWeightStages - 1, k_blocks);  // where block b - 1 was
+    copy(b + kWeightStages - 1);  // where block b - 1 was
   }
 };
 
@@ -273,15 +265,16 @@ struct Parts {
 };
 
 // Always closes a group, so that a block is four of them: with fewer groups than branches the compiler would close some
-// of its own, and waits would count those.
-template <int TOKENS>
-__device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[16], uint64_t tokens,
+// of its own, and waits would count those. A has four registers for each of the four steps of a block, or for two that
+// come twice.
+template <int TOKENS, int COUNT>
+__device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[COUNT], uint64_t tokens,
                                               int begin) {
   if (begin >= 0) {
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      wgmma_m64k16<TOKENS>(acc, a + 4 * step, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
+      wgmma_m64k16<TOKENS>(acc, a + 4 * step % COUNT, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
     }
     wgmma_commit();
   } else {
@@ -290,46 +283,81 @@ __device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const ui
   }
 }
 
-// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
-template <class Source>
-__device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t (&now)[16], uint32_t (&next)[16],
-                                               const Parts& parts, const WeightPipe<Source>& weights, int b,
-                                               int k_blocks, uint32_t n, Shared& shared, uint32_t stages) {
-  const int stage = stage_of(n);
-  mbarrier_wait(&shared.full[stage], parity_of(n));
-  const uint64_t tokens = wgmma_descriptor(stages + static_cast<uint32_t>(stage * kTokenStageBytes));
-  multiply_part<128>(acc.part0, now, tokens, parts.begin0);
-  multiply_part<64>(acc.part1, now, tokens, parts.begin1);
-  multiply_part<32>(acc.part2, now, tokens, parts.begin2);
-  multiply_part<32>(acc.part3, now, tokens, parts.begin3);
-  wgmma_wait<4>();  // the block before has left its registers and its stage
-  if (b > 0 && threadIdx.x % 32 == 0) {
-    mbarrier_arrive(&shared.empty[stage_of(n - 1)]);
-  }
-  weights.fetch(next, b + 1, k_blocks);
+template <int COUNT>
+__device__ __forceinline__ void multiply_parts(Accumulators& acc, const uint32_t (&a)[COUNT], const Parts& parts,
+                                               uint32_t stages, uint32_t n) {
+  const uint64_t tokens = wgmma_descriptor(stages + static_cast<uint32_t>(stage_of(n) * kTokenStageBytes));
+  multiply_part<128>(acc.part0, a, tokens, parts.begin0);
+  multiply_part<64>(acc.part1, a, tokens, parts.begin1);
+  multiply_part<32>(acc.part2, a, tokens, parts.begin2);
+  multiply_part<32>(acc.part3, a, tokens, parts.begin3);
 }
 
-template <class Source>
-__device__ __forceinline__ void multiply(Accumulators& acc, const Parts& parts, const WeightPipe<Source>& weights,
-                                         int k_blocks, uint32_t n, Shared& shared, uint32_t stages) {
-  uint32_t even[16];
-  uint32_t odd[16];
-  weights.fetch(even, 0, k_blocks);
-  int b = 0;
-  for (; b + 1 < k_blocks; b += 2) {
-    multiply_block(acc, even, odd, parts, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
-    multiply_block(acc, odd, even, parts, weights, b + 1, k_blocks, n + static_cast<uint32_t>(b + 1), shared, stages);
+__device__ __forceinline__ void release(Shared& shared, uint32_t n) {
+  if (lane_index() == 0) {
+    mbarrier_arrive(&shared.empty[stage_of(n)]);
   }
-  if (b < k_blocks) {
-    multiply_block(acc, even, odd, parts, weights, b, k_blocks, n + static_cast<uint32_t>(b), shared, stages);
-  }
-  wgmma_wait<0>();
+}
+__device__ __forceinline__ void hold(Accumulators& acc) {
   wgmma_hold(acc.part0);
   wgmma_hold(acc.part1);
   wgmma_hold(acc.part2);
   wgmma_hold(acc.part3);
-  if (threadIdx.x % 32 == 0) {
-    mbarrier_arrive(&shared.empty[stage_of(n + static_cast<uint32_t>(k_blocks) - 1)]);
+}
+
+// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
+template <class Pipe>
+__device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t (&now)[16], uint32_t (&next)[16],
+                                               const Parts& parts, const Pipe& weights, int b, uint32_t n,
+                                               Shared& shared, uint32_t stages) {
+  mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
+  multiply_parts(acc, now, parts, stages, n);
+  wgmma_wait<4>();  // the block before has left its registers and its stage
+  if (b > 0) {
+    release(shared, n - 1);
+  }
+  weights.fetch(next, b + 1);
+}
+
+// All blocks of k; the first is the n-th of all.
+template <class Pipe>
+__device__ __forceinline__ void multiply(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
+                                         uint32_t n, Shared& shared, uint32_t stages) {
+  uint32_t even[16];
+  uint32_t odd[16];
+  weights.fetch(even, 0);
+  int b = 0;
+  for (; b + 1 < k_blocks; b += 2) {
+    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block(acc, odd, even, parts, weights, b + 1, n + static_cast<uint32_t>(b + 1), shared, stages);
+  }
+  if (b < k_blocks) {
+    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+  }
+  wgmma_wait<0>();
+  hold(acc);
+  release(shared, n + static_cast<uint32_t>(k_blocks) - 1);
+}
+
+// The steps of the adapters; the first is the n-th block of all.
+template <class Pipe>
+__device__ __forceinline__ void multiply_steps(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
+                                               uint32_t n, Shared& shared, uint32_t stages) {
+  for (int step = 0; step < weights.num_steps; ++step, ++n) {
+    const int b = k_blocks + step;
+    if (step > 0) {  // the end of k has waited for the first
+      weights.wait();
+    }
+    uint32_t a[8];
+    fetch_step(a, weights.stage(b));
+    if (step > 0) {
+      weights.copy(b + kWeightStages - 1);
+    }
+    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
+    multiply_parts(acc, a, parts, stages, n);
+    wgmma_wait<0>();
+    hold(acc);
+    release(shared, n);
   }
 }
 
@@ -349,165 +377,40 @@ __device__ __forceinline__ void for_each_part(Accumulators& acc, const Parts& pa
   }
 }
 
-// --- Adapters.
+// --- The end of an item.
 
-// One module of one adapter, the tokens of the tile that use it, and the outputs of a warp's rows 0-7 and 8-15 (-1 =
-// those rows are not of this module).
-struct TileAdapter {
-  const ResolvedLora* record;
-  int slot;
-  int first;  // all of its tokens are in [first, last]
-  int last;
-  int index;  // of the module in the shrunk values
-  int n_low;
-  int n_high;
-
-  __device__ __forceinline__ bool has(const TileTokens& tokens, int token) const {
-    return token >= first && token <= last && tokens.slot[token] == slot;
-  }
-};
-
-__device__ __forceinline__ uint4 load_b(const ExpertGemm& p, const TileAdapter& adapter, int panels, int panel, int n) {
-  if (panel >= panels || n < 0) {
-    return zero_chunk();
-  }
-  const ResolvedLora& record = *adapter.record;
-  const std::byte* tile =
-      p.lora.table.resolved_granule(adapter.slot, record.b, record.b_pages, n / kTileColumns * panels + panel);
-  return *reinterpret_cast<const uint4*>(tile + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16);
-}
-
-// acc += what 32 ranks, this lane's panel of 8 of them and the others of its quad, add to a part; low and high are B.
-template <int MODULES, int COUNT>
-__device__ __forceinline__ void expand_part(float (&acc)[COUNT], const ExpertGemm& p, const TileTokens& tokens,
-                                            const TileAdapter& adapter, int pair, int begin, const uint4& low,
-                                            const uint4& high, int panel, bool present) {
-  constexpr int kBatch = 2;  // groups of 8 tokens whose values are loaded together
-#pragma unroll
-  for (int batch = 0; batch < COUNT / 4; batch += kBatch) {
-    const int at = begin + 8 * batch;
-    if (at > adapter.last || at + 8 * kBatch <= adapter.first) {
+// scale times lora_B.bias of every entry.
+template <bool GATE_UP>
+__device__ __forceinline__ void add_lora_bias(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
+                                              const TileTokens& tokens, const Work& work, int tile) {
+  for (int entry = 0; entry < tokens.num_entries; ++entry) {
+    const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, work.expert, entry);
+    if (tokens.panels[entry] == 0 || record.bias < 0) {
       continue;
     }
-    float4 values[kBatch][2];
+    const int slot = tokens.slots[entry / (GATE_UP ? 2 : 1)];
+    const float record_scale = record.scale;
+    const bool is_low = !GATE_UP || entry % 2 == 0;
+    const bool is_high = !GATE_UP || entry % 2 == 1;
+    const int n_low = (GATE_UP ? 8 : 16) * tile;
+    const float low = is_low ? load_lora_bias(p, slot, record, n_low) : 0.0f;
+    const float high = is_high ? load_lora_bias(p, slot, record, GATE_UP ? n_low : n_low + 8) : 0.0f;
+    for_each_part(acc, parts, [&](auto& part, int begin) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const int token = at + 8 * j + lane_index() / 4;
-      const int64_t row = static_cast<int64_t>(pair + token) * MODULES + adapter.index;
-      const auto* from = reinterpret_cast<const float4*>(p.lora.shrunk + row * p.lora.rank_stride + 8 * panel);
-      const bool own = present && adapter.has(tokens, token);
-      values[j][0] = own ? from[0] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      values[j][1] = own ? from[1] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+      for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      const SplitChunk s = split_chunk(&values[j][0].x);
-      float delta[4] = {};
-      mma_chunk(delta, low, high, s.high);
-      mma_chunk(delta, low, high, s.low);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        // By selection: neither an adapter's infinities nor a zero times them get into another token.
-        if (adapter.has(tokens, at + 8 * j + lane_index() % 4 * 2 + i)) {
-          acc[4 * (batch + j) + i] += delta[i];
-          acc[4 * (batch + j) + 2 + i] += delta[2 + i];
+        for (int side = 0; side < 2; ++side) {
+          const int token = begin + 2 * i + lane_index() % 4 * 2 + side;
+          if (token < work.count && tokens.slot[token] == slot) {
+            const float scale = tokens.scale[token] * record_scale;
+            part[i + side] = fmaf(scale, low, part[i + side]);
+            part[i + 2 + side] = fmaf(scale, high, part[i + 2 + side]);
+          }
         }
       }
-    }
-  }
-}
-
-// lora_B.bias of output n, 0 if there is no such output.
-__device__ __forceinline__ float load_lora_bias(const ExpertGemm& p, const TileAdapter& adapter, int n_first) {
-  constexpr int kPerGranule = kGranuleBytes / sizeof(float);
-  const int n = n_first + lane_index() / 4;
-  if (n_first < 0 || n >= p.rows) {
-    return 0.0f;
-  }
-  const std::byte* granule = p.lora.table.granule(adapter.slot, adapter.record->bias + n / kPerGranule);
-  return reinterpret_cast<const float*>(granule)[n % kPerGranule];
-}
-
-template <int MODULES>
-__device__ __forceinline__ void add_module(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
-                                           const TileTokens& tokens, const TileAdapter& adapter, int pair) {
-  const int panels = (adapter.record->rank + kTileRanks - 1) / kTileRanks;
-  for (int p0 = 0; p0 < panels; p0 += 4) {
-    const int panel = p0 + lane_index() % 4;
-    const uint4 low = load_b(p, adapter, panels, panel, adapter.n_low);
-    const uint4 high = load_b(p, adapter, panels, panel, adapter.n_high);
-    for_each_part(acc, parts, [&](auto& part, int begin) {
-      expand_part<MODULES>(part, p, tokens, adapter, pair, begin, low, high, panel, panel < panels);
     });
   }
-  if (panels == 0 || adapter.record->bias < 0) {
-    return;
-  }
-  const float record_scale = adapter.record->scale;
-  const float low = load_lora_bias(p, adapter, adapter.n_low);
-  const float high = load_lora_bias(p, adapter, adapter.n_high);
-  for_each_part(acc, parts, [&](auto& part, int begin) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        const int token = begin + 2 * i + lane_index() % 4 * 2 + side;
-        if (adapter.has(tokens, token)) {
-          const float scale = tokens.scale[token] * record_scale;
-          part[i + side] = fmaf(scale, low, part[i + side]);
-          part[i + 2 + side] = fmaf(scale, high, part[i + 2 + side]);
-        }
-      }
-    }
-  });
 }
-
-// The next slot above `adapter.slot` that tokens of the tile use, and where. False: there is none.
-__device__ __forceinline__ bool next_slot(const TileTokens& tokens, int count, TileAdapter& adapter) {
-  int next = INT_MAX;
-  for (int i = lane_index(); i < count; i += 32) {
-    const int slot = tokens.slot[i];
-    next = slot > adapter.slot ? min(next, slot) : next;
-  }
-  adapter.slot = __reduce_min_sync(0xffffffffu, next);
-  int first = INT_MAX;
-  int last = -1;
-  for (int i = lane_index(); i < count; i += 32) {
-    if (tokens.slot[i] == adapter.slot) {
-      first = min(first, i);
-      last = i;
-    }
-  }
-  adapter.first = __reduce_min_sync(0xffffffffu, first);
-  adapter.last = __reduce_max_sync(0xffffffffu, last);
-  return adapter.slot != INT_MAX;
-}
-
-// Adapter by adapter, ascending. By whole warps.
-template <bool GATE_UP>
-__device__ __forceinline__ void add_adapters(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
-                                             const TileTokens& tokens, const Work& work, int tile) {
-  TileAdapter adapter;
-  adapter.slot = 0;
-  while (next_slot(tokens, work.count, adapter)) {
-#pragma unroll 1
-    for (int module = 0; module < (GATE_UP ? 2 : 1); ++module) {
-      adapter.index = module;
-      adapter.record = p.lora.table.resolved_expert(adapter.slot, p.lora.layer, work.expert,
-                                                    GATE_UP ? static_cast<ExpertModule>(module) : ExpertModule::kDown);
-      if constexpr (GATE_UP) {
-        adapter.n_low = module == 0 ? 8 * tile : -1;
-        adapter.n_high = module == 0 ? -1 : 8 * tile;
-      } else {
-        adapter.n_low = 16 * tile;
-        adapter.n_high = 16 * tile + 8;
-      }
-      add_module<GATE_UP ? 2 : 1>(acc, parts, p, tokens, adapter, work.pair);
-    }
-  }
-}
-
-// --- The end of an item.
 
 // Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
 // outputs of token g where the rows allow it.
@@ -577,33 +480,41 @@ struct Multiplier {
   uint32_t stages;  // of tokens
   int active;
   int row_blocks;
-  WeightPipe<Source> weights;
+  WeightPipe<GATE_UP, Source> weights;
   int item = 0;
   uint32_t n = 0;    // blocks of tokens used
   uint32_t nth = 0;  // items done
 
-  __device__ __forceinline__ void begin(const Work& work) {
-    weights.source.locate(p, work.expert, min(work.row_block * kRowTiles + warp_index(), p.row_tiles - 1));
-    weights.begin(p.k_blocks);
-  }
   __device__ __forceinline__ void run(Work& work, int items) {
-    Accumulators acc = {};
+    const TileTokens& tokens = shared.tokens[nth % 2];
     const Parts parts(work.width);
+    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));  // then the tokens are described
+    weights.continue_with(tokens);
+    Accumulators acc = {};
     multiply(acc, parts, weights, p.k_blocks, n, shared, stages);
     n += static_cast<uint32_t>(p.k_blocks);
+    if (p.lora.row_slot != nullptr) {
+      multiply_steps(acc, parts, weights, p.k_blocks, n, shared, stages);
+      n += static_cast<uint32_t>(weights.num_steps);
+    }
     const Work done = work;
     item += static_cast<int>(gridDim.x);
     if (item < items) {  // the weights of the next item come while this one is finished
       work = find_tile(p, shared.tiles, active, row_blocks, item);
-      begin(work);
+      weights.begin(work);
     }
     const int tile = done.row_block * kRowTiles + warp_index();
     if (tile < p.row_tiles) {
-      if (p.lora.row_slot != nullptr) {
-        add_adapters<GATE_UP>(acc, parts, p, shared.tokens[nth % 2], done, tile);
+      if (p.lora.row_slot != nullptr && tokens.has_bias != 0) {
+        add_lora_bias<GATE_UP>(acc, parts, p, tokens, done, tile);
       }
       store_tile<GATE_UP>(acc, parts, p, done, tile);
     }
+    __syncwarp();  // all lanes have read the tokens' adapters
+    if (lane_index() == 0) {
+      mbarrier_arrive(&shared.tokens_empty[nth % 2]);
+    }
+    ++nth;
   }
   __device__ __forceinline__ void run_all() {
     const int items = shared.tiles.begin[active] * row_blocks;
@@ -612,14 +523,9 @@ struct Multiplier {
       return;
     }
     Work work = find_tile(p, shared.tiles, active, row_blocks, item);
-    begin(work);
+    weights.begin(work);
     while (item < items) {
       run(work, items);
-      __syncwarp();  // all lanes have read the tokens' adapters
-      if (lane_index() == 0) {
-        mbarrier_arrive(&shared.tokens_empty[nth % 2]);
-      }
-      ++nth;
     }
     async_wait<0>();
   }
@@ -627,7 +533,8 @@ struct Multiplier {
 
 template <class Source>
 constexpr int shared_bytes() {
-  return kStageAlignment + kTokenStages * kTokenStageBytes + kMultiplyWarps * kWeightStages * Source::kStageBytes;
+  return kStageAlignment + kTokenStages * kTokenStageBytes +
+         kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
 }
 
 template <bool GATE_UP, class Source>
@@ -650,13 +557,16 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
   const int active = count_tiles<kTokens>(p, shared.tiles);  // its barrier makes the mbarriers known, too
   if (threadIdx.x < kMultiplyThreads) {
     take_registers<kMultiplyRegisters>();
-    Multiplier<GATE_UP, Source> multiplier{p, shared, shared_address(token_stages), active, row_blocks, {}};
-    multiplier.weights.stages =
-        token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Source::kStageBytes;
+    using Pipe = WeightPipe<GATE_UP, Source>;
+    std::byte* const weight_stages =
+        token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Pipe::kStageBytes;
+    Multiplier<GATE_UP, Source> multiplier{p,      shared,     shared_address(token_stages),
+                                           active, row_blocks, Pipe{p, weight_stages}};
     multiplier.run_all();
   } else {
     give_registers<kFillRegisters>();
-    fill_all(p, active, row_blocks, shared, token_stages);
+    Filler<GATE_UP> filler{p, shared, token_stages, active, row_blocks};
+    filler.fill_all();
   }
 #endif
 }
