@@ -52,8 +52,8 @@ constexpr PackOrder pack_order(Stored stored) {
   return stored == Stored::kBf16 || stored == Stored::kMxfp4 ? PackOrder::kSplit : PackOrder::kNatural;
 }
 
-// `count` scales as numbers, 2^(byte - 127), in units of what load_nibbles looks up. A byte of 255 would be a NaN and is
-// refused before it gets here.
+// `count` scales as numbers, 2^(byte - 127), in units of what load_nibbles looks up. A byte of 255 would be a NaN and
+// is refused before it gets here.
 constexpr float kNibbleUnit = kLanes == 16 ? 1.0f : 0.5f;
 HWY_INLINE void load_scales(const uint8_t* bytes, int64_t count, float* scales) {
   const FloatTag d;

@@ -8,13 +8,12 @@
 #include "kernels/base/device.h"
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
-#include "kernels/sampling/sample_tokens.h"
 
 namespace moelora {
 namespace {
 
 constexpr size_t kPinnedBytes = size_t{8} << 20;  // results of the sampler, logits that it takes to the host
-constexpr size_t kHostScratchBytes = sample_tokens_scratch_bytes(size_t{1} << 19);  // touched as far as needed
+constexpr size_t kHostScratchBytes = size_t{7} << 20;  // of a vocabulary of half a million; touched as far as needed
 constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
 
 class GraphCuda final : public Graph {

@@ -115,7 +115,7 @@ struct StoredRows {
 };
 
 // acc[r][o] += the products of one of the two vectors of a block, rows of x at element `at`; row o's scale is
-// scales[o * kScales].
+// scales[o * kScales] (without scales: of no meaning).
 template <Stored kStored, int kRows, int kHalf, bool kWiden>
 HWY_INLINE void multiply_half(const StoredRows& block, const float* scales, const float* const* x, int64_t at,
                               float* widened, FloatVec* acc) {
@@ -196,7 +196,8 @@ HWY_INLINE void dot_stored(StoredRows block, const float* const* rows, int64_t c
   while (at < count) {
     const int64_t begin = at;
     const int64_t end = std::min(count, at + kSlice);
-    alignas(64) float scales[kGroup * kScales<kStored> + 1];
+    alignas(64) float scales[kGroup * kScales<kStored> + 1];  // at least one, as arrays must have
+    scales[0] = 1.0f;
     if constexpr (kStored == Stored::kMxfp4) {
       for (int o = 0; o < kGroup; ++o) {
         load_scales(block.scales + o * block.scale_stride + at / 32, (end - at) / 32, scales + o * kScales<kStored>);

@@ -7,8 +7,10 @@
 // does not have, nothing is written. bf16 streams only. Each value is computed by one block in an order fixed by K.
 #pragma once
 
-#include "kernels/dense/linear.h"
-#include "kernels/moe/moe_gate_up.h"
+#include "kernels/base/stream.h"
+#include "kernels/base/tensor.h"
+#include "kernels/lora/adapter_layout.h"
+#include "kernels/moe/moe_sort.h"
 
 namespace moelora {
 

@@ -6,11 +6,7 @@
 // others sum up, and no register waits for memory; a lane reads what it copied, in fragment order, without a barrier.
 // Token chunks come from L1 or L2. Partial sums meet in shared memory and are added in the order of the warps: a
 // token's bits depend on its own row, k and its adapter alone.
-// With LoRA two more warps compute the deltas of each item, half of its tokens each, while the others stream its
-// weights. Their lanes look the tokens' adapters up three items ahead, one access of the chain (row, slot, record) an
-// item, and ask the L2 for the next item's part of B, so that no item waits for a chain. This kernel then runs beside
-// the shrink, for which those warps wait. One such warp, which waited for B itself, took three times as long as the
-// weights (gpt-oss, 64 rows, 8 adapters on an H200: 347 us for gate_up, 120 us without adapters).
+// With LoRA the deltas are computed beside the first items (kernels/moe/expert_expand.cuh) and added at an item's end.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +17,6 @@ namespace moelora {
 
 constexpr int kDecodeBlocksPerSm = 2;
 constexpr int kDecodeTokens = 16;  // of a work item, in two groups of 8
-constexpr int kDeltaWarps = 2;
 
 struct ExpertWork {
   int item;
@@ -114,8 +109,8 @@ __device__ __forceinline__ void load_tokens(uint4 (&x)[NT][2], const uint4* cons
   }
 }
 
-// One work item's share of this warp.
-template <int NT, class Source, int RT, int STAGES>
+// One work item's share of this warp, UNROLL blocks at a time.
+template <int NT, int UNROLL, class Source, int RT, int STAGES>
 __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGemm& p, const ExpertWalk<RT>& walk,
                                          WeightRing<Source, RT, STAGES>& ring, const uint4* const (&token)[2]) {
   const int chunks = p.k / 8;
@@ -123,7 +118,7 @@ __device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGem
   const int end = ring.end;
   uint4 x[NT][2];
   load_tokens<NT>(x, token, chunks, begin);
-#pragma unroll 2
+#pragma unroll UNROLL
   for (int b = begin; b < end; ++b) {
     uint4 next_x[NT][2];
     load_tokens<NT>(next_x, token, chunks, b + 1);
@@ -167,179 +162,38 @@ __device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertW
   return {index < RT * groups && work.tile + index % RT < p.row_tiles, index % RT, index / RT};
 }
 
-// The deltas of an item, from the warp that computes them to those that finish the item: two in turn.
-template <int RT>
-struct ItemDeltas {
-  static constexpr int kRow = 20;     // floats; 16 used, so that the lanes of a fragment meet no bank twice
-  float at[RT][kDecodeTokens][kRow];  // [row tile][token][row of the tile]
-  unsigned adapted;                   // bit of a token: its low rows have a delta; bit 16 + of a token: its high rows
-};
-
-// What the warp of the deltas knows of the items to come. Lane (module, token): token lane % 16 of an item, its gate or
-// only module in the lower lanes, its up module in the upper ones.
-template <bool GATE_UP, int RT>
-struct TokenPipeline {
-  struct Found {  // first access
-    int row;      // -1: there is no such token
-    int expert;
-  };
-  struct Adapter {  // second access
-    int slot;
-    float scale;
-    int expert;
-  };
-  struct Record {  // third access
-    int4 head;     // rank, scale, a, b
-    int4 pages;
-    int bias;
-    int slot;
-    float scale;  // the row's
-  };
-  ExpertWork ahead;  // the first item of which nothing is known
-  Found found;       // of the item before it
-  Adapter adapter;   // of the item before that
-
-  __device__ __forceinline__ Found find(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
-    Found result{-1, 0};
-    if (!walk.ended(ahead)) {
-      const int pair = ahead.pair + lane_index() % kDecodeTokens;
-      if (pair < ahead.end && (GATE_UP || lane_index() < kDecodeTokens)) {
-        result.row = __ldg(p.order.pair_row + pair);
-        result.expert = ahead.expert;
-      }
-      walk.advance(p, ahead);
-    }
-    return result;
-  }
-  static __device__ __forceinline__ Adapter load_adapter(const ExpertGemm& p, const Found& of) {
-    return {of.row >= 0 ? __ldg(p.lora.row_slot + of.row) : 0, of.row >= 0 ? __ldg(p.lora.row_scale + of.row) : 0.0f,
-            of.expert};
-  }
-  static __device__ __forceinline__ Record load_record(const ExpertGemm& p, const Adapter& of) {
-    Record result{};
-    result.slot = of.slot;
-    result.scale = of.scale;
-    if (of.slot != 0) {
-      const ExpertModule module =
-          !GATE_UP ? ExpertModule::kDown : (lane_index() < kDecodeTokens ? ExpertModule::kGate : ExpertModule::kUp);
-      const ResolvedLora* record = p.lora.table.resolved_expert(of.slot, p.lora.layer, of.expert, module);
-      result.head = *reinterpret_cast<const int4*>(record);
-      result.pages = *reinterpret_cast<const int4*>(record->b_pages);
-      result.bias = record->bias;
-    }
-    return result;
-  }
-  static __device__ __forceinline__ void store(const Record& from, LoraToken* tokens) {
-    LoraToken token{};
-    if (from.slot != 0 && from.scale != 0.0f) {
-      token.rank = from.head.x;
-      token.slot = from.slot;
-      token.b = from.head.w;
-      token.bias = from.bias;
-      token.scale = __int_as_float(from.head.y) * from.scale;
-      token.b_pages = from.pages;
-    }
-    tokens[lane_index()] = token;
-    __syncwarp();  // tokens are there for the warp
-  }
-};
-
-// Asks the L2 for what item_deltas will read of B: lane (token, half, panel) a line of 8 outputs.
-template <bool GATE_UP, int RT>
-__device__ __forceinline__ void prefetch_deltas(const ExpertGemm& p, const ExpertWork& work, const LoraToken* tokens,
-                                                int delta_warp) {
-  const int half = lane_index() / 4 % 2;
-  const int count = min(work.end - work.pair, kDecodeTokens);
-#pragma unroll 1
-  for (int i = 0; i < RT; ++i) {
-    const int n = GATE_UP ? 8 * (work.tile + i) : 16 * (work.tile + i) + 8 * half;
-#pragma unroll 1
-    for (int token = 4 * delta_warp + lane_index() / 8; token < count; token += 4 * kDeltaWarps) {
-      const LoraToken& adapter = tokens[(GATE_UP ? half * kDecodeTokens : 0) + token];
-      const int panels = (adapter.rank + kTileRanks - 1) / kTileRanks;
-#pragma unroll 1
-      for (int panel = lane_index() % 4; panel < panels && n < p.rows; panel += 4) {
-        const std::byte* granule =
-            paged_granule(p.lora.table, adapter.slot, adapter.b, adapter.b_pages, n / kTileColumns * panels + panel);
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(granule + n % kTileColumns / 8 * 128));
-      }
-    }
-  }
-}
-
-// The deltas of one item, of the tokens that are this warp's.
-template <bool GATE_UP, int RT>
-__device__ __forceinline__ void item_deltas(ItemDeltas<RT>& deltas, const ExpertGemm& p, const ExpertWork& work,
-                                            const LoraToken* tokens, int delta_warp) {
-  constexpr int kModules = GATE_UP ? 2 : 1;
-  const int row = lane_index() % 16;  // of a row tile
-  const int module = GATE_UP ? row / 8 : 0;
-  const int count = min(work.end - work.pair, kDecodeTokens);
-  const unsigned adapted = __ballot_sync(0xffffffffu, tokens[lane_index()].rank != 0);
-  if (lane_index() == 0 && delta_warp == 0) {
-    deltas.adapted = adapted;
-  }
-  if (adapted == 0) {
-    return;
-  }
-#pragma unroll 1
-  for (int i = 0; i < RT; ++i) {
-    const int n = GATE_UP ? 8 * (work.tile + i) + row % 8 : 16 * (work.tile + i) + row;
-#pragma unroll 1
-    // Groups of four tokens by turns, as prefetch_deltas has them.
-    for (int token = 4 * delta_warp + lane_index() / 16; token < count;
-         token += token % 4 < 2 ? 2 : 4 * kDeltaWarps - 2) {
-      const LoraToken& adapter = tokens[module * kDecodeTokens + token];
-      if (adapter.rank != 0 && n < p.rows) {
-        const int64_t shrunk = int64_t{work.pair + token} * kModules + module;
-        deltas.at[i][token][row] = lora_delta(p.lora.table, adapter, n, p.lora.shrunk + shrunk * p.lora.rank_stride);
-      }
-    }
-  }
-}
-
-// All of a warp of deltas; `tokens`, its own, and `deltas` are two in turn, deltas are read after the item's barrier.
-template <bool GATE_UP, int RT>
-__device__ __forceinline__ void run_delta_warp(const ExpertGemm& p, const ExpertWalk<RT>& walk, ExpertWork work,
-                                               ItemDeltas<RT>* deltas, LoraToken (*tokens)[32], int delta_warp) {
-  using Pipeline = TokenPipeline<GATE_UP, RT>;
-  Pipeline pipeline;
-  pipeline.ahead = work;
-  const auto first = pipeline.find(p, walk);
-  const auto second = pipeline.find(p, walk);
-  pipeline.found = pipeline.find(p, walk);
-  const auto adapter = Pipeline::load_adapter(p, first);
-  pipeline.adapter = Pipeline::load_adapter(p, second);
-  Pipeline::store(Pipeline::load_record(p, adapter), tokens[0]);
-  if (!walk.ended(work)) {
-    prefetch_deltas<GATE_UP, RT>(p, work, tokens[0], delta_warp);
-  }
-  wait_for_previous();  // the shrunk values are there
-  for (int turn = 0; !walk.ended(work); ++turn) {
-    const auto next_record = Pipeline::load_record(p, pipeline.adapter);
-    const auto next_adapter = Pipeline::load_adapter(p, pipeline.found);
-    const auto next_found = pipeline.find(p, walk);
-    item_deltas<GATE_UP, RT>(deltas[turn % 2], p, work, tokens[turn % 2], delta_warp);
-    Pipeline::store(next_record, tokens[(turn + 1) % 2]);
-    pipeline.adapter = next_adapter;
-    pipeline.found = next_found;
-    walk.advance(p, work);
-    if (!walk.ended(work)) {
-      prefetch_deltas<GATE_UP, RT>(p, work, tokens[(turn + 1) % 2], delta_warp);
-    }
-    __syncthreads();  // the deltas of this item are there
-  }
-}
-
 // Sums of all warps over the inputs: [warp][row tile][group][lane].
 template <int RT>
 struct PartialSums {
   float4 at[kExpertWarps][RT][2][32];
 };
 
-template <bool GATE_UP, int RT>
+// Adds the deltas of this lane's tokens and outputs.
+template <bool GATE_UP>
+__device__ __forceinline__ void add_deltas(float (&sum)[4], const ExpertGemm& p, int tile, int pair, int end) {
+  constexpr int kModules = GATE_UP ? 2 : 1;
+  const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int64_t at = pair + 2 * (lane_index() % 4) + i;
+    if (at >= end) {
+      continue;
+    }
+    const int64_t low = at * kModules;
+    const int64_t high = low + kModules - 1;
+    if (p.lora.adapted[low] != 0 && n_low < p.rows) {
+      sum[i] += p.lora.delta[low * p.rows + n_low];
+    }
+    if (p.lora.adapted[high] != 0 && n_high < p.rows) {
+      sum[2 + i] += p.lora.delta[high * p.rows + n_high];
+    }
+  }
+}
+
+template <bool GATE_UP, int RT, bool LORA>
 __device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, const ExpertGemm& p, const ExpertWork& work,
-                                            const ExpertRole& role, const ItemDeltas<RT>* deltas) {
+                                            const ExpertRole& role) {
   float sum[4] = {};
 #pragma unroll
   for (int warp = 0; warp < kExpertWarps; ++warp) {
@@ -349,43 +203,26 @@ __device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, cons
     sum[2] += part.z;
     sum[3] += part.w;
   }
-  if (deltas != nullptr) {
-    const unsigned adapted = deltas->adapted;
-    const int g = lane_index() / 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = 8 * role.j + 2 * (lane_index() % 4) + i;
-      if ((adapted >> token & 1u) != 0) {
-        sum[i] += deltas->at[role.i][token][g];
-      }
-      if ((adapted >> (GATE_UP ? kDecodeTokens + token : token) & 1u) != 0) {
-        sum[2 + i] += deltas->at[role.i][token][g + 8];
-      }
-    }
+  if (LORA) {
+    add_deltas<GATE_UP>(sum, p, work.tile + role.i, work.pair + 8 * role.j, work.end);
   }
   finish_tile<GATE_UP>(sum, p, work.expert, work.tile + role.i, work.pair + 8 * role.j, work.end);
 }
 
 template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
-__global__ void __launch_bounds__(kExpertThreads + (LORA ? 32 * kDeltaWarps : 0), kDecodeBlocksPerSm)
+__global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
+  constexpr int kUnroll = LORA ? 1 : 2;      // the ninth warp costs registers
   extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
-  __shared__ ItemDeltas<RT> deltas[LORA ? 2 : 1];
-  __shared__ LoraToken tokens[LORA ? kDeltaWarps : 1][2][32];
   if (!LORA) {
-    wait_for_previous();  // with LoRA all but the shrunk values was complete before this kernel began
+    wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
   }
   let_next_start();
   auto* const partial = reinterpret_cast<PartialSums<RT>*>(dynamic_shared);
   const ExpertWalk<RT> walk(p);
   ExpertWork work{};
   walk.seek(p, work, static_cast<int>(blockIdx.x));
-  if (LORA && warp_index() >= kExpertWarps) {
-    const int delta_warp = warp_index() - kExpertWarps;
-    run_delta_warp<GATE_UP, RT>(p, walk, work, deltas, tokens[delta_warp], delta_warp);
-    return;
-  }
   Ring ring;
   ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
   ring.write = ring.memory;
@@ -412,9 +249,9 @@ __global__ void __launch_bounds__(kExpertThreads + (LORA ? 32 * kDeltaWarps : 0)
     }
     float acc[RT][2][4] = {};
     if (work.pair + 8 < work.end) {
-      multiply<2>(acc, p, walk, ring, token);
+      multiply<2, kUnroll>(acc, p, walk, ring, token);
     } else {
-      multiply<1>(acc, p, walk, ring, token);
+      multiply<1, kUnroll>(acc, p, walk, ring, token);
     }
 #pragma unroll
     for (int i = 0; i < RT; ++i) {
@@ -424,12 +261,18 @@ __global__ void __launch_bounds__(kExpertThreads + (LORA ? 32 * kDeltaWarps : 0)
             make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
       }
     }
-    __syncthreads();  // the partial sums of all warps, and the deltas, are there
+    if (LORA && turn == 0) {
+      wait_for_previous();  // the deltas are there
+    }
+    __syncthreads();  // the partial sums of all warps are there
     const ExpertRole role = role_of<RT>(p, work, turn);
     if (role.active) {
-      finish_role<GATE_UP>(partial[turn % 2], p, work, role, LORA ? &deltas[turn % 2] : nullptr);
+      finish_role<GATE_UP, RT, LORA>(partial[turn % 2], p, work, role);
     }
     walk.advance(p, work);
+  }
+  if (LORA) {
+    wait_for_previous();  // also in a block without an item: its end must mean that all before it has ended
   }
   async_wait<0>();
 }
@@ -442,12 +285,12 @@ void launch_expert_decode_of(const ExpertGemm& p, int max_active, const CudaStre
              "shared memory of the expert product");
   const int64_t items = int64_t{max_active} * ((p.row_tiles + RT - 1) / RT);
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, int64_t{state.num_sms} * kDecodeBlocksPerSm));
-  launch_dependent(kKernel, dim3(grid), kExpertThreads + (LORA ? 32 * kDeltaWarps : 0), kSharedBytes, state, p);
+  launch_dependent(kKernel, dim3(grid), kExpertThreads, kSharedBytes, state, p);
 }
 template <bool GATE_UP, class Source, int RT, int STAGES>
 void launch_expert_decode(const ExpertGemm& p, int max_active, const CudaStream& state) {
-  if (RT == 1 && p.lora.row_slot != nullptr) {
-    launch_expert_decode_of<GATE_UP, Source, 1, STAGES, true>(p, max_active, state);
+  if (p.lora.row_slot != nullptr) {
+    launch_expert_decode_of<GATE_UP, Source, RT, STAGES, true>(p, max_active, state);
   } else {
     launch_expert_decode_of<GATE_UP, Source, RT, STAGES, false>(p, max_active, state);
   }

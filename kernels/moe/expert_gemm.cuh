@@ -14,6 +14,7 @@
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/moe/expert_path.h"
+#include "kernels/moe/mxfp4_expand.cuh"
 #include "kernels/moe/mxfp4_tiles.h"
 
 namespace moelora {
@@ -29,6 +30,9 @@ struct ExpertLora {
   const float* shrunk = nullptr;  // [P, modules, rank_stride]; modules are gate and up, or down alone
   int rank_stride = 0;
   int layer = 0;
+  // Few tokens: the deltas themselves (kernels/moe/expert_expand.cuh).
+  float* delta = nullptr;      // [P, modules, rows], of pairs and modules that are adapted
+  int32_t* adapted = nullptr;  // [P, modules], 0 = not
 };
 
 // One product of all experts, passed to kernels by value. "low" are rows 0-7 of a row tile, "high" rows 8-15.

@@ -6,6 +6,7 @@
 
 #include "kernels/lora/lora_shrink_cuda.h"
 #include "kernels/moe/expert_decode.cuh"
+#include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
 
@@ -69,7 +70,19 @@ void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by
                         static_cast<size_t>(shrink.num_modules) * static_cast<size_t>(shrink.rank_stride);
   MOELORA_ASSERT(args.scratch_bytes >= floats * sizeof(float) && shrink.rank_stride % 8 == 0);
   lora_shrink_experts_cuda(shrink, stream);
-  p.lora = {args.lora->table, args.lora->row_slot, args.lora->row_scale, shrink.out, shrink.rank_stride, args.layer};
+  p.lora.table = args.lora->table;
+  p.lora.row_slot = args.lora->row_slot;
+  p.lora.row_scale = args.lora->row_scale;
+  p.lora.shrunk = shrink.out;
+  p.lora.rank_stride = shrink.rank_stride;
+  p.lora.layer = args.layer;
+  const size_t pairs = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k);
+  const auto modules = static_cast<size_t>(shrink.num_modules);
+  if (args.scratch_bytes >=
+      expert_scratch_bytes(pairs, modules, static_cast<size_t>(shrink.rank_stride), static_cast<size_t>(low.rows))) {
+    p.lora.delta = shrink.out + floats;
+    p.lora.adapted = reinterpret_cast<int32_t*>(p.lora.delta + pairs * modules * static_cast<size_t>(low.rows));
+  }
 }
 
 template <bool GATE_UP, class Source, bool TILES>
@@ -85,10 +98,12 @@ void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs,
     }
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
+  if (p.lora.row_slot != nullptr) {
+    MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
+    launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
+  }
   if constexpr (TILES) {
-    // With LoRA's further warp there are no registers for two.
-    const bool two =
-        p.lora.row_slot == nullptr && int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
+    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
     if (two) {
       return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
     }

@@ -3,6 +3,7 @@
 // one. The ops choose from the number of rows alone, which is fixed for a captured graph.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "kernels/moe/moe_down.h"
@@ -19,6 +20,16 @@ enum class ExpertPath : uint8_t {
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.
 constexpr int32_t kManyTokensPerExpert = 16;
+
+// Scratch of an expert product of `pairs` pairs with adapters by kFewTokens: shrunk values, deltas, and which there
+// are.
+constexpr size_t expert_scratch_bytes(size_t pairs, size_t modules, size_t rank_stride, size_t rows) {
+  return pairs * modules * (rank_stride + rows + 1) * 4;
+}
+// Most pairs for which kAuto takes kFewTokens.
+constexpr size_t few_token_pairs(size_t num_experts) {
+  return kManyTokensPerExpert * num_experts;
+}
 
 void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& stream);
 void moe_down_cuda_by(ExpertPath path, const MoeDownArgs& args, Stream& stream);

@@ -133,14 +133,7 @@ void Engine::Parts::commit(double now) {
   if (batch_.entries.empty()) {
     return;
   }
-  for (const CaptureRow& capture : step_input->captures()) {
-    const float* row = workspace->logits.row(capture.logit_row);
-    if (!device->is_host()) {
-      device->copy_to_host(captured_.data(), row, captured_.size() * sizeof(float), *stream);
-      row = captured_.data();
-    }
-    capture.sequence->submission->stream->capture(capture.position, row, step_input->router_gap(capture));
-  }
+  keep_captured_rows();
   for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
     commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);
   }

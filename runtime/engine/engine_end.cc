@@ -63,6 +63,17 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   }
 }
 
+void Engine::Parts::keep_captured_rows() {
+  for (const CaptureRow& capture : step_input->captures()) {
+    const float* row = workspace->logits.row(capture.logit_row);
+    if (!device->is_host()) {
+      device->copy_to_host(captured_.data(), row, captured_.size() * sizeof(float), *stream);
+      row = captured_.data();
+    }
+    capture.sequence->submission->stream->capture(capture.position, row, step_input->router_gap(capture));
+  }
+}
+
 void Engine::Parts::fail(Status status, const std::string& message) {
   {
     const std::lock_guard<std::mutex> lock(mutex);

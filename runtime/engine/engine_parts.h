@@ -103,6 +103,7 @@ class Engine::Parts {
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
   // Short messages only: a string of up to 15 characters allocates nothing.
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
+  void keep_captured_rows();
   void fail(Status status, const std::string& message);
   void probe_bandwidth_now();
   void open_device();

@@ -41,8 +41,8 @@ const std::vector<Row>& rows() {
   constexpr auto kMax64 = static_cast<double>(kNoLimit);
   // clang-format off
   static const std::vector<Row>& table = *new std::vector<Row>{
-      {{"device", kString, "cpu", "Where the model runs."}, &O::device, 0, 0, {"cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3",
-       "cuda:4", "cuda:5", "cuda:6", "cuda:7"}},
+      {{"device", kString, "cpu", "Where the model runs: cpu, cuda (the first GPU) or cuda:N."}, &O::device, 0, 0,
+       {"cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"}},
       {{"num_threads", kInt, "0", "CPU workers; 0 = one for each core that the process may use."},
        &O::num_threads, 0, 4096},
       {{"compute", kString, "exact", "Activations of matrix products: exact (fp32) or bf16."},
@@ -56,7 +56,8 @@ const std::vector<Row>& rows() {
       {{"seed", kInt, "0", "Of random weights."}, &O::seed, 0, kMax64},
       {{"device_memory_bytes", kInt, "0", "Page pool of KV and adapters; 0 = device_memory_fraction decides."},
        &O::device_memory_bytes, 0, kMax64},
-      {{"device_memory_fraction", kNumber, "0", "Page pool, as a fraction of the memory free at creation; 0 = 0.25 on the CPU, 0.9 on a GPU."},
+      {{"device_memory_fraction", kNumber, "0",
+        "Page pool, as a fraction of the memory free at creation; 0 = 0.25 on the CPU, 0.9 on a GPU."},
        &O::device_memory_fraction, 0.0, 1.0},
       {{"host_memory_bytes", kInt, "0", "Limit on host copies of adapters; 0 = none."},
        &O::host_memory_bytes, 0, kMax64},

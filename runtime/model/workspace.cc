@@ -6,6 +6,7 @@
 #include "kernels/attention/paged_attention.h"
 #include "kernels/base/error.h"
 #include "kernels/dense/linear.h"
+#include "kernels/moe/expert_path.h"
 
 namespace moelora {
 
@@ -56,8 +57,11 @@ void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits
       shared = matrix(rows, hidden_size);
       shared_gate = matrix(rows, 1);
     }
-    scratch_bytes = std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
-                              linear_scratch_bytes(rows, hidden_size, pairs, rank)});
+    const size_t few = std::min(pairs, few_token_pairs(experts));
+    scratch_bytes =
+        std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
+                  linear_scratch_bytes(rows, hidden_size, pairs, rank),
+                  expert_scratch_bytes(few, 2, rank, expert_width), expert_scratch_bytes(few, 1, rank, hidden_size)});
   }
   scratch_bytes =
       std::max(scratch_bytes, paged_attention_scratch_bytes(logit_rows, static_cast<size_t>(config.num_heads),

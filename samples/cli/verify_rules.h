@@ -8,8 +8,8 @@
 // with different roundings (verify_yardstick.h), which shares no kernel with the engine under test: the worst row and
 // the delta may be kYardstickFactor times as far from the reference as in the worst of these runs, and so may the
 // median row, which no single amplified row can widen. And where fp32 chooses experts by less than kRouterNearTie,
-// rounding may choose others: a row at or after such a position may exceed its bound and is then left out of median
-// and delta, but such rows are counted, and a folder with more than 5 % of them fails.
+// rounding may choose others: a row at or after such a position may exceed its bound and is then left out of delta
+// and median (of this unless most rows are), but such rows are counted, and a folder with more than 5 % of them fails.
 #pragma once
 
 #include <string>

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Random weights and adapters in OLMoE-1B-7B's layer shape (or gpt-oss-20b's, experts in MXFP4), and the arrays that one layer's ops of a step need.
+// Random weights and adapters in OLMoE-1B-7B's layer shape (or gpt-oss-20b's, experts in MXFP4), and the arrays that
+// one layer's ops of a step need.
 // op_bench runs the ops of a layer on it as the engine would, without engine, attention context or sampling.
 #pragma once
 
@@ -33,7 +34,7 @@ Bytes map_bytes(size_t bytes);
 
 struct BenchLayer {
   Weight q, k, v, o, router;
-  std::vector<const void*> gate, up, down;                       // [E]
+  std::vector<const void*> gate, up, down;                          // [E]
   std::vector<const uint8_t*> gate_scales, up_scales, down_scales;  // [E], MXFP4
 };
 

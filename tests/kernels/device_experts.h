@@ -9,7 +9,7 @@
 
 #include "kernels/moe/expert_weights.h"
 #include "kernels/moe/mxfp4_tiles.h"
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 
 namespace moelora::test {

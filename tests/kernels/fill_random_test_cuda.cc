@@ -3,7 +3,7 @@
 // beyond the count. Without a GPU it says that it was skipped.
 #include "kernels/memory/fill_random.h"
 
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 
 using namespace moelora;
 using namespace moelora::test;

@@ -14,7 +14,7 @@
 #include "tests/kernels/device_experts.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_adapters.h"
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 #include "tests/support/moe_order.h"
 
@@ -327,7 +327,8 @@ class DeviceMoe {
     return result;
   }
   [[nodiscard]] size_t scratch_bytes(size_t modules) const {
-    return lora == nullptr ? 0 : pairs() * modules * static_cast<size_t>(lora->rank_stride) * sizeof(float);
+    const auto rows = static_cast<size_t>(modules == 2 ? shape.intermediate : shape.hidden);
+    return lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, static_cast<size_t>(lora->rank_stride), rows);
   }
   std::vector<float> finish(const DeviceBuffer& out, Dtype dtype, int32_t width, const DeviceBuffer& scratch) {
     const std::vector<float> all = read_rows(out, dtype);

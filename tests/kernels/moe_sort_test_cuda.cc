@@ -4,7 +4,7 @@
 // skipped.
 #include "kernels/moe/moe_sort.h"
 
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 #include "tests/support/moe_order.h"
 

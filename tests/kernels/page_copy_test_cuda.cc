@@ -3,7 +3,7 @@
 // untouched, with pages of a size that no block's share divides. Without a GPU it says that it was skipped.
 #include "kernels/memory/page_copy.h"
 
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 
 using namespace moelora;

@@ -3,7 +3,7 @@
 // Without a GPU it says that it was skipped.
 #include "kernels/memory/read_memory.h"
 
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
 
 using namespace moelora;

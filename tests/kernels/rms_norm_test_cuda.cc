@@ -7,7 +7,7 @@
 #include "kernels/dense/rms_norm.h"
 #include "tests/support/catch.h"
 #include "tests/support/compare.h"
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/poison.h"
 #include "tests/support/stored_matrix.h"
 

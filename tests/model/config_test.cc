@@ -16,9 +16,10 @@ using namespace moelora::test;
 
 namespace {
 
-const std::vector<std::string> kCases = {
-    "qwen3_moe",          "qwen3_moe_mixed", "qwen3_moe_sharded", "qwen3_moe_f32", "mixtral",
-    "mixtral_f16_window", "olmoe",           "qwen2_moe",         "llama3",        "qwen3"};
+const std::vector<std::string> kCases = {"qwen3_moe",     "qwen3_moe_mixed", "qwen3_moe_sharded",
+                                         "qwen3_moe_f32", "mixtral",         "mixtral_f16_window",
+                                         "olmoe",         "qwen2_moe",       "llama3",
+                                         "qwen3",         "gpt_oss",         "gpt_oss_mxfp4"};
 
 Json case_config(const std::string& name) {
   return read_json(case_model(name) + "/config.json");
@@ -188,15 +189,15 @@ TEST_CASE("config: both names of the number of experts") {
 }
 
 TEST_CASE("config: what is not implemented is refused by name") {
-  for (const char* architecture : {"GptOssForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM",
-                                   "Llama4ForConditionalGeneration", "MistralForCausalLM"}) {
+  for (const char* architecture :
+       {"DeepseekV3ForCausalLM", "DeepseekV2ForCausalLM", "Llama4ForConditionalGeneration", "MistralForCausalLM"}) {
     CHECK_ERROR(Status::kUnsupported,
                 ({"dir/config.json", std::string("architecture ") + architecture + " is not supported; supported: ",
                   "Qwen3MoeForCausalLM", "LlamaForCausalLM"}),
                 parse_with("qwen3", std::string("{\"architectures\": [\"") + architecture + "\"]}"));
   }
-  CHECK_ERROR(Status::kUnsupported, ({"model_type gpt_oss", "supported: qwen3_moe"}),
-              parse_with("qwen3", R"({"architectures": [], "model_type": "gpt_oss"})"));
+  CHECK_ERROR(Status::kUnsupported, ({"model_type deepseek_v3", "supported: ", "qwen3_moe"}),
+              parse_with("qwen3", R"({"architectures": [], "model_type": "deepseek_v3"})"));
   CHECK_ERROR(Status::kCorrupt, ({"architectures", "model_type"}),
               parse_with("qwen3", R"({"architectures": null, "model_type": null})"));
   for (const char* method : {"fp8", "gptq", "awq", "bitsandbytes", "compressed-tensors", "mxfp4"}) {
@@ -288,7 +289,7 @@ TEST_CASE("config: generation_config.json") {
 TEST_CASE("config fuzz: damaged files give Error or a usable config") {
   std::mt19937 random(99);
   int refused = 0;
-  for (const char* name : {"qwen3_moe_mixed", "llama3", "qwen2_moe"}) {
+  for (const char* name : {"qwen3_moe_mixed", "llama3", "qwen2_moe", "gpt_oss_mxfp4"}) {
     const std::string good = read_file(case_model(name) + "/config.json");
     for (int round = 0; round < 3000; ++round) {
       std::string text = good;
@@ -310,6 +311,7 @@ TEST_CASE("config fuzz: damaged files give Error or a usable config") {
         const ModelConfig config = parse_model_config(text, "", "fuzz.json");
         REQUIRE(config.inv_freq.size() * 2 == static_cast<size_t>(config.head_dim));
         REQUIRE(config.layer_is_moe.size() == static_cast<size_t>(config.num_layers));
+        REQUIRE(config.layer_window.size() == static_cast<size_t>(config.num_layers));
         REQUIRE(config.num_heads % config.num_kv_heads == 0);
       } catch (const Error& error) {
         REQUIRE(std::string(error.what()).find("fuzz.json") != std::string::npos);

@@ -3,11 +3,8 @@
 // (sharded, fused), and each refusal of a folder that does not fit its config.
 #include "runtime/model/weights.h"
 
-#include <functional>
-#include <map>
-
 #include "kernels/base/error.h"
-#include "runtime/io/safetensors.h"
+#include "tests/model/weight_files.h"
 #include "tests/model/weight_views.h"
 #include "tests/support/catch.h"
 #include "tests/support/expect_error.h"
@@ -18,48 +15,10 @@ using namespace moelora::test;
 
 namespace {
 
-const std::vector<std::string> kCases = {
-    "qwen3_moe",          "qwen3_moe_mixed", "qwen3_moe_sharded", "qwen3_moe_f32", "mixtral",
-    "mixtral_f16_window", "olmoe",           "qwen2_moe",         "llama3",        "qwen3"};
-
-struct Raw {
-  std::string dtype;
-  std::vector<int64_t> shape;
-  std::string bytes;
-};
-using RawTensors = std::map<std::string, Raw>;
-
-RawTensors read_tensors(const std::string& dir) {
-  RawTensors tensors;
-  const auto checkpoint = Checkpoint::open(dir);
-  for (const auto& [name, stored] : checkpoint->tensors()) {
-    tensors[name] = {stored->dtype, stored->shape,
-                     std::string(reinterpret_cast<const char*>(stored->data), stored->bytes)};
-  }
-  return tensors;
-}
-
-void write_tensors(const TempDir& dir, const RawTensors& tensors) {
-  SafetensorsBuilder builder;
-  for (const auto& [name, raw] : tensors) {
-    builder.add(name, raw.dtype, raw.shape, raw.bytes);
-  }
-  write_file(dir.file("model.safetensors"), builder.text());
-}
-
-std::unique_ptr<Weights> load(const std::string& dir) {
-  return Weights::load(dir, load_model_config(dir));
-}
-
-// Loads a reference case after `change` has edited its tensors.
-std::unique_ptr<Weights> load_changed(const std::string& name, const std::function<void(RawTensors&)>& change) {
-  const TempDir dir;
-  write_file(dir.file("config.json"), read_file(case_model(name) + "/config.json"));
-  RawTensors tensors = read_tensors(case_model(name));
-  change(tensors);
-  write_tensors(dir, tensors);
-  return load(dir.path());
-}
+const std::vector<std::string> kCases = {"qwen3_moe",     "qwen3_moe_mixed", "qwen3_moe_sharded",
+                                         "qwen3_moe_f32", "mixtral",         "mixtral_f16_window",
+                                         "olmoe",         "qwen2_moe",       "llama3",
+                                         "qwen3",         "gpt_oss",         "gpt_oss_mxfp4"};
 
 // Per-expert names to the fused 3-D tensors; `modules` are gate, up, down.
 void fuse_layer(RawTensors& tensors, const std::string& layer, const std::string& experts,

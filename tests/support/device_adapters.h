@@ -13,7 +13,7 @@
 
 #include "kernels/lora/lora_resolve.h"
 #include "tests/support/adapter_builder.h"
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 
 namespace moelora::test {
 
@@ -58,6 +58,8 @@ class DeviceAdapters {
     batch_.rank_stride = rank_stride_;
     return &batch_;
   }
+  // Of all slots; slot 0 is poison.
+  [[nodiscard]] std::vector<ResolvedLora> resolved() const { return resolved_->read<ResolvedLora>(); }
   [[nodiscard]] int32_t rank_stride() const { return rank_stride_; }
   // Scratch that linear, moe_gate_up and moe_down need for `rows` shrunk rows (pairs for the experts) of width k.
   [[nodiscard]] size_t scratch_bytes(size_t rows, size_t k) const {

@@ -2,7 +2,7 @@
 // Matrices of activations and paged KV in device memory for op tests: padding and everything unwritten is NaN.
 #pragma once
 
-#include "tests/support/device_buffer.h"
+#include "tests/support/device_buffer.cuh"
 #include "tests/support/kv_fixture.h"
 
 namespace moelora::test {
