@@ -23,6 +23,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/lora/lora_shrink_cuda.h"
 
@@ -36,7 +37,6 @@ constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a bloc
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr int BLOCKS_PER_SM = 2;
-constexpr int EPILOGUE_ROWS = 8 * WARPS;
 // Blocks of 64 inputs whose weights a warp has in flight: as many as registers hold.
 constexpr int unroll_of(int row_groups, int output_tiles, bool lora) {
   if (output_tiles == 2) {
@@ -104,34 +104,6 @@ __device__ __forceinline__ float load_bias(const Part& part, int n) {
                        : to_f32(static_cast<const __nv_bfloat16*>(part.bias)[n]);
 }
 
-// What the adapter of one row says about a part; slot 0 if the row keeps the base's bits.
-struct RowAdapter {
-  LoraRecord record;
-  int slot = 0;
-  float scale = 0.0f;
-};
-__device__ __forceinline__ RowAdapter find_row_adapter(const Params& p, const Part& part, int row) {
-  RowAdapter result;
-  if (row >= p.num_rows) {
-    return result;
-  }
-  const int slot = p.row_slot[row];
-  const float scale = p.row_scale[row];
-  if (slot == 0 || scale == 0.0f) {
-    return result;
-  }
-  const ResolvedLora* record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(part.module));
-  if (record->rank == 0) {
-    return result;
-  }
-  result.record.rank = record->rank;
-  result.record.scale = record->scale;
-  result.record.b = record->b;
-  result.record.bias = record->bias;
-  result.slot = slot;
-  result.scale = scale * result.record.scale;
-  return result;
-}
 __device__ __forceinline__ const float* shrunk_row(const Params& p, const Part& part, int64_t row) {
   return p.shrunk + (row * p.num_modules + part.module_index) * p.rank_stride;
 }
@@ -167,23 +139,6 @@ __device__ __forceinline__ void find_tokens(const Params& p, const Part& part, i
     }
   }
   __syncwarp();  // tokens are there for the warp
-}
-
-// d = the delta of outputs n0 .. n0 + 15 for 8 rows of one adapter, in a fragment; s as in lora_expand, scale[i] that
-// of the row of column 2t + i. Columns of other rows hold nothing of use.
-__device__ __forceinline__ void expand_delta(const Params& p, const LoraRecord& record, int slot, int n0, int n,
-                                             const float* s, const float (&scale)[2], float (&d)[4]) {
-  float acc[1][4] = {};
-  const float* const rows[1] = {s};
-  lora_expand<1>(acc, p.table, slot, record, n0, n0 + 8 < n ? n0 + 8 : -1, rows);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int output = n0 + static_cast<int>(threadIdx.x % 32 / 4) + i / 2 * 8;
-    d[i] = acc[0][i];
-    if (record.bias >= 0 && output < n) {
-      d[i] += scale[i % 2] * lora_bias(p.table, slot, record, output);
-    }
-  }
 }
 
 // This lane's rows of the operands, at its first chunk of the block that comes next.
@@ -382,62 +337,6 @@ __global__ void __launch_bounds__(THREADS) linear_f32(const __grid_constant__ Pa
   }
 }
 
-// out += delta + bias for 16 outputs and 64 rows; a warp takes 8 rows and their adapters one after the other.
-__global__ void __launch_bounds__(THREADS) linear_epilogue(const __grid_constant__ Params p) {
-  wait_for_previous();
-  let_next_start();
-  const int lane = threadIdx.x % 32;
-  const int g = lane / 4;
-  const int t = lane % 4;
-  const Part& part = p.parts[part_of_tile(p, blockIdx.x)];
-  const int n0 = (static_cast<int>(blockIdx.x) - part.first_tile) * 16;
-  const int row0 = static_cast<int>(blockIdx.y) * EPILOGUE_ROWS + static_cast<int>(threadIdx.x / 32) * 8;
-  RowAdapter mine;  // of row g, the same in the four lanes of a quad
-  if (part.module >= 0) {
-    mine = find_row_adapter(p, part, row0 + g);
-  }
-  unsigned pending = __ballot_sync(ALL, mine.slot != 0);
-  if (pending == 0 && part.bias == nullptr) {
-    return;
-  }
-  float y[4];
-  bool inside[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = row0 + 2 * t + i % 2;
-    const int n = n0 + g + i / 2 * 8;
-    inside[i] = row < p.num_rows && n < part.n;
-    y[i] = inside[i] ? load_out(part, row, n) : 0.0f;
-  }
-  const float scale[2] = {__shfl_sync(ALL, mine.scale, 8 * t), __shfl_sync(ALL, mine.scale, 8 * t + 4)};
-  while (pending != 0) {
-    const int leader = __ffs(static_cast<int>(pending)) - 1;
-    const int slot = __shfl_sync(ALL, mine.slot, leader);
-    LoraRecord record;
-    record.b = __shfl_sync(ALL, mine.record.b, leader);
-    record.bias = __shfl_sync(ALL, mine.record.bias, leader);
-    record.rank = __shfl_sync(ALL, mine.record.rank, leader);
-    const unsigned same = __ballot_sync(ALL, mine.slot == slot);
-    pending &= ~same;
-    const float* s = mine.slot == slot ? shrunk_row(p, part, row0 + g) : nullptr;
-    float d[4];
-    expand_delta(p, record, slot, n0, part.n, s, scale, d);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if ((same >> (8 * t + i % 2 * 4) & 1u) != 0) {
-        y[i] += d[i];
-      }
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (inside[i]) {
-      const int n = n0 + g + i / 2 * 8;
-      store_out(part, row0 + 2 * t + i % 2, n, part.bias != nullptr ? y[i] + load_bias(part, n) : y[i]);
-    }
-  }
-}
-
 // The parts of one launch, `width` outputs a tile.
 struct Launch {
   Params params;
@@ -552,7 +451,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   DenseGemm* const gemm = args.num_rows > skinny_rows ? state.dense_gemm : nullptr;
   Launch skinny(common);
   Launch f32(common);
-  Launch epilogue(common);
+  linear_epilogue::Params epilogue;
   for (int i = 0; i < args.num_parts; ++i) {
     const LinearPart& part = args.parts[i];
     const Part& own = common.parts[i];
@@ -565,7 +464,8 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
       continue;
     }
     if (own.module >= 0 || own.bias != nullptr) {
-      epilogue.add(own, 16);
+      epilogue.add({own.bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32,
+                    own.out_f32, false});
     }
   }
   if (skinny.params.num_parts > 0) {
@@ -575,9 +475,16 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);
     check_launch("linear, fp32 weights");
   }
-  if (epilogue.params.num_parts > 0) {
-    launch_dependent(linear_epilogue, epilogue.grid(EPILOGUE_ROWS), THREADS, 0, state, epilogue.params);
-    check_launch("linear, LoRA and bias");
+  if (epilogue.num_parts > 0) {
+    epilogue.num_rows = common.num_rows;
+    epilogue.table = common.table;
+    epilogue.row_slot = common.row_slot;
+    epilogue.row_scale = common.row_scale;
+    epilogue.shrunk = common.shrunk;
+    epilogue.num_modules = common.num_modules;
+    epilogue.rank_stride = common.rank_stride;
+    epilogue.layer = common.layer;
+    linear_epilogue::launch(epilogue, state);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "kernels/moe/expert_decode.cuh"
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_prefill.cuh"
+#include "kernels/moe/expert_prefill_sm90.cuh"
 
 namespace moelora {
 
@@ -88,9 +89,13 @@ template <bool GATE_UP, class Source, bool TILES>
 void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs, int num_experts,
                         const CudaStream& state) {
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
-  const bool many = path == ExpertPath::kManyTokens ||
+  const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
                     (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
+    if (path != ExpertPath::kManyTokensMma &&
+        launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, max_active, state)) {
+      return;
+    }
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
   if (p.lora.row_slot != nullptr) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two ways in which the CUDA backend computes an expert product, by name, so that tests and benchmarks can force
+// The ways in which the CUDA backend computes an expert product, by name, so that tests and benchmarks can force
 // one. The ops choose from the number of rows alone, which is fixed for a captured graph.
 #pragma once
 
@@ -13,8 +13,9 @@ namespace moelora {
 
 enum class ExpertPath : uint8_t {
   kAuto = 0,
-  kFewTokens = 1,   // streams weights (kernels/moe/expert_decode.cuh)
-  kManyTokens = 2,  // grouped GEMM (kernels/moe/expert_prefill.cuh)
+  kFewTokens = 1,      // streams weights (kernels/moe/expert_decode.cuh)
+  kManyTokens = 2,     // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_sm90.cuh), else the next
+  kManyTokensMma = 3,  // grouped GEMM by mma.sync (kernels/moe/expert_prefill.cuh)
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

@@ -6,7 +6,6 @@
 // deep. The blocks of an expert's last, partly filled token tile share its groups of 8 tokens evenly between the two
 // token warps and skip the rest. LoRA is added at the end, in registers, adapter by adapter.
 // Limited by the tensor cores, and by how many mma.sync can be issued between the loads of their operands.
-// Figures in moe_gate_up_cuda.cu. Next: wgmma, whose tokens would have to lie in shared memory in this file's k order.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +26,8 @@ struct ExpertTiles {
   int begin[kMaxExperts + 1];  // token tiles before active expert a
 };
 
-// Called by the whole block; ends with a barrier.
+// Tiles of at most TOKENS tokens. Called by the whole block; ends with a barrier.
+template <int TOKENS>
 __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& tiles) {
   const int active = __ldg(p.order.num_active);
   if (warp_index() == 0) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& til
       if (a < active) {
         const int expert = __ldg(p.order.active_experts + a);
         const int pairs = __ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert);
-        count = (pairs + kPrefillTokens - 1) / kPrefillTokens;
+        count = (pairs + TOKENS - 1) / TOKENS;
       }
       int sum = count;  // inclusive scan
 #pragma unroll
@@ -63,8 +63,11 @@ __device__ __forceinline__ int count_tiles(const ExpertGemm& p, ExpertTiles& til
 struct PrefillWork {
   int expert;
   int row_block;
-  int pair;  // first sorted pair of the token tile
-  int end;   // end of the expert's pairs
+  int token_tile;  // of token_tiles
+  int token_tiles;
+  int begin;  // of the expert's pairs
+  int end;
+  int pair;  // first of the tile, where tiles are of kPrefillTokens
 };
 
 __device__ __forceinline__ PrefillWork find_work(const ExpertGemm& p, const ExpertTiles& tiles, int active,
@@ -80,12 +83,14 @@ __device__ __forceinline__ PrefillWork find_work(const ExpertGemm& p, const Expe
     }
   }
   const int of_expert = item - tiles.begin[low] * row_blocks;
-  const int token_tiles = tiles.begin[low + 1] - tiles.begin[low];
   PrefillWork work;
   work.expert = __ldg(p.order.active_experts + low);
-  work.row_block = of_expert / token_tiles;
-  work.pair = __ldg(p.order.expert_begin + work.expert) + of_expert % token_tiles * kPrefillTokens;
+  work.token_tiles = tiles.begin[low + 1] - tiles.begin[low];
+  work.row_block = of_expert / work.token_tiles;
+  work.token_tile = of_expert % work.token_tiles;
+  work.begin = __ldg(p.order.expert_begin + work.expert);
   work.end = __ldg(p.order.expert_begin + work.expert + 1);
+  work.pair = work.begin + work.token_tile * kPrefillTokens;
   return work;
 }
 
@@ -202,7 +207,7 @@ __global__ void __launch_bounds__(kExpertThreads, 1) expert_prefill_kernel(const
   __shared__ ExpertTiles tiles;
   constexpr int kStage = kPrefillTokens * 8;
   const int row_blocks = (p.row_tiles + kPrefillRowTiles - 1) / kPrefillRowTiles;
-  const int active = count_tiles(p, tiles);
+  const int active = count_tiles<kPrefillTokens>(p, tiles);
   const int items = tiles.begin[active] * row_blocks;
   for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
     const PrefillWork work = find_work(p, tiles, active, row_blocks, item);

@@ -2,7 +2,7 @@
 // moe_down on CUDA: two launches. The shrink of the adapters' pairs (kernels/lora/lora_shrink_cuda.h), then one kernel
 // that multiplies the activations with down and adds the expanded LoRA, its bias and the experts' bias in its
 // accumulators. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
-// kernels/moe/expert_prefill.cuh, limited by the tensor cores.
+// kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens the deltas are a launch of their own between the two (kernels/moe/expert_expand.cuh).
 // H200, as in moe_gate_up_cuda.cu: gpt-oss-20b 1 row 16.0 us for 18 MB, 64 rows 66 us for 94 MB, with 8 adapters 118,
 // 4096 rows 1.35 ms = 201 TFLOP/s; Qwen3-30B-A3B 1 row 14.6 us for 25 MB, 64 rows 121 us for 398 MB = 73 % of the

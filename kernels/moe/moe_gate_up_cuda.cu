@@ -3,7 +3,7 @@
 // kernel that gathers the tokens, multiplies them with gate and up, adds the expanded LoRA, its bias and the experts'
 // bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
 // copy of x is never made. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
-// kernels/moe/expert_prefill.cuh, limited by the tensor cores.
+// kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens the deltas are a launch of their own between the two (kernels/moe/expert_expand.cuh).
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s:
 //   gpt-oss-20b (MXFP4)    1 row 20.6 us for 35 MB; 64 rows, 21 experts 114 us for 188 MB; with 8 adapters of rank 32

@@ -257,6 +257,12 @@ TEST_CASE("lora_shrink_dense_cuda equals the formula") {
     check_dense({"one adapter", {8, 20}, std::vector<int32_t>(static_cast<size_t>(rows), 2), 72});
   }
   check_dense({"long segments", {8, 20, 3}, mixed_slots({50, 31, 64, 155}), 96});
+  for (const int32_t k : {8, 200, 576}) {
+    check_dense({"long segments, all ranks",
+                 {1, 5, 8, 12, 33, 64, 256},
+                 mixed_slots({30, 1, 160, 3, 140, 5, 20, 128}),
+                 k});
+  }
 }
 
 TEST_CASE("lora_shrink_dense_cuda finds its segment among many") {

@@ -20,7 +20,7 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kFewTokens, ExpertPath::kManyTokens};
+constexpr ExpertPath kPaths[] = {ExpertPath::kFewTokens, ExpertPath::kManyTokens, ExpertPath::kManyTokensMma};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -29,7 +29,7 @@ struct MoeShape {
 
 inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
   const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {"auto", "few", "many"};
+  const char* paths[] = {"auto", "few", "many", "many by mma.sync"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +

@@ -1,0 +1,598 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert products of many tokens an expert on sm_90a: a grouped GEMM over (expert, 128 rows of the weight operand, up
+// to 256 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
+// MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
+// own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
+// expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 256 tokens do
+// not pay for 512. The order of k is that of kernels/cuda/mma_tile.cuh: step (c, h) of a block takes words 2h and 2h +
+// 1 of chunks 4c .. 4c + 3. In shared memory a token's 16-byte piece 4c + w therefore holds words w of these four
+// chunks. Limited by the tensor cores and by reading tokens and weights from L2.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/moe/expert_prefill_tile.cuh"
+
+namespace moelora {
+namespace sm90 {
+
+// Registers a thread. They are dealt out from those that the block was started with, 168 a thread; a warpgroup that
+// asks for more than the others have given back waits for ever.
+constexpr int kMultiplyRegisters = 208;
+constexpr int kFillRegisters = 88;
+constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
+static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
+constexpr int kTokenStages = 4;
+constexpr int kWeightStages = 4;
+constexpr int kTokenStageBytes = kTokens * 128;
+constexpr int kStageAlignment = 1024;
+
+struct Shared {
+  ExpertTiles tiles;
+  TileTokens tokens[2];  // of this item and of the one that is filled ahead
+  uint64_t full[kTokenStages];
+  uint64_t empty[kTokenStages];
+  uint64_t tokens_empty[2];
+};
+
+// Number of a stage and parity of its use, for the n-th block of all that pass.
+__device__ __forceinline__ int stage_of(uint32_t n) {
+  return static_cast<int>(n % kTokenStages);
+}
+__device__ __forceinline__ uint32_t parity_of(uint32_t n) {
+  return n / kTokenStages % 2;
+}
+
+// --- The warpgroup that fills.
+
+// A unit of its work: 64 tokens of a block, four chunks a thread: chunk threadIdx % 8 of tokens threadIdx / 8 + 16 i.
+// kAhead units are on their way in registers.
+constexpr int kUnitTokens = 64;
+constexpr int kUnitChunks = 4;
+constexpr int kAhead = 4;
+
+struct UnitPosition {
+  int block = 0;
+  int token = 0;  // first
+  __device__ __forceinline__ void advance(int width) {
+    token += kUnitTokens;
+    if (token >= width) {
+      token = 0;
+      ++block;
+    }
+  }
+};
+
+struct TokenFiller {
+  const uint4* x;
+  const int32_t* first_chunk;
+  int thread;
+  int chunks;  // of a row
+  int width;
+
+  __device__ __forceinline__ void load(uint4 (&unit)[kUnitChunks], const UnitPosition& at) const {
+    const int chunk = 8 * at.block + thread % 8;
+#pragma unroll
+    for (int i = 0; i < kUnitChunks; ++i) {
+      const int group = at.token + 16 * i;
+      unit[i] =
+          group < width && chunk < chunks ? load_streaming(x + first_chunk[group + thread / 8] + chunk) : zero_chunk();
+    }
+  }
+  __device__ __forceinline__ void store(const uint4 (&unit)[kUnitChunks], const UnitPosition& at,
+                                        std::byte* stage) const {
+#pragma unroll
+    for (int i = 0; i < kUnitChunks; ++i) {
+      const int row = at.token + 16 * i + thread / 8;
+      if (at.token + 16 * i < width) {
+        store_chunk(stage, row, thread % 8, unit[i]);
+      }
+    }
+  }
+};
+
+template <bool GATE_UP>
+struct Filler {
+  const ExpertGemm& p;
+  Shared& shared;
+  std::byte* stages;
+  int active;
+  int row_blocks;
+  uint32_t n = 0;    // blocks filled
+  uint32_t nth = 0;  // items filled
+
+  __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
+  __device__ __forceinline__ std::byte* wait_empty(uint32_t block) {
+    const int stage = stage_of(block);
+    mbarrier_wait(&shared.empty[stage], parity_of(block) ^ 1);
+    return stages + stage * kTokenStageBytes;
+  }
+  __device__ __forceinline__ void arrive_full(uint32_t block) {
+    fence_for_wgmma();
+    mbarrier_arrive(&shared.full[stage_of(block)]);
+  }
+  // The blocks of k.
+  __device__ __forceinline__ void fill_tokens(const Work& work) {
+    TokenFiller filler;
+    filler.x = reinterpret_cast<const uint4*>(p.x);
+    filler.first_chunk = shared.tokens[nth % 2].first_chunk;
+    filler.thread = thread();
+    filler.chunks = p.k / 8;
+    filler.width = work.width;
+    UnitPosition loaded;
+    UnitPosition stored;
+    uint4 units[kAhead][kUnitChunks] = {};  // or they would count as kept from the item before
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (loaded.block < p.k_blocks) {
+        filler.load(units[i], loaded);
+        loaded.advance(filler.width);
+      }
+    }
+    std::byte* stage = nullptr;
+    while (stored.block < p.k_blocks) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (stored.block < p.k_blocks) {
+          const uint32_t block = n + static_cast<uint32_t>(stored.block);
+          if (stored.token == 0) {
+            stage = wait_empty(block);
+          }
+          filler.store(units[i], stored, stage);
+          if (stored.token + kUnitTokens >= filler.width) {
+            arrive_full(block);
+          }
+          stored.advance(filler.width);
+        }
+        if (loaded.block < p.k_blocks) {
+          filler.load(units[i], loaded);
+          loaded.advance(filler.width);
+        }
+      }
+    }
+    n += static_cast<uint32_t>(p.k_blocks);
+  }
+  // The steps of the adapters.
+  __device__ __forceinline__ void fill_steps(const Work& work) {
+    const TileTokens& tokens = shared.tokens[nth % 2];
+    for (int entry = 0; entry < tokens.num_entries; ++entry) {
+      const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
+      for (int step = 0; step < steps; ++step) {
+        fill_step<GATE_UP>(p, work, tokens, entry, step, thread(), wait_empty(n));
+        arrive_full(n);
+        ++n;
+      }
+    }
+  }
+  __device__ __forceinline__ void fill_all() {
+    const int items = shared.tiles.begin[active] * row_blocks;
+    for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
+      const Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+      mbarrier_wait(&shared.tokens_empty[nth % 2], nth / 2 % 2 ^ 1);
+      describe_tokens<GATE_UP>(p, work, shared.tokens[nth % 2], thread());
+      fill_tokens(work);
+      if (p.lora.row_slot != nullptr) {
+        fill_steps(work);
+      }
+      ++nth;
+    }
+  }
+};
+
+// --- The warpgroups that multiply.
+
+// Weights of one warp: 16 rows, a block of 64 inputs as the four steps' registers of wgmma. B of the adapters' steps
+// comes the same way, behind the blocks.
+template <bool GATE_UP, class Source>
+struct WeightPipe {
+  static constexpr int kStageBytes = Source::kStageBytes > 1024 ? Source::kStageBytes : 1024;
+  const ExpertGemm& p;
+  std::byte* stages;
+  const TileTokens* tokens = nullptr;  // of the item
+  Source source;
+  int expert = 0;
+  int tile = 0;
+  int num_steps = 0;
+
+  __device__ __forceinline__ std::byte* stage(int b) const { return stages + b % kWeightStages * kStageBytes; }
+  __device__ __forceinline__ void copy(int b) const {
+    if (b < p.k_blocks) {
+      source.copy(stage(b), b);
+    } else if (b - p.k_blocks < num_steps) {
+      copy_step<GATE_UP>(p, *tokens, expert, tile, b - p.k_blocks, stage(b));
+    }
+    async_commit();  // always, so that groups count blocks
+  }
+  // The first blocks of an item, but no steps: its tokens may not be described yet.
+  __device__ __forceinline__ void begin(const Work& work) {
+    expert = work.expert;
+    tile = min(work.row_block * kRowTiles + warp_index(), p.row_tiles - 1);
+    source.locate(p, expert, tile);
+    num_steps = 0;
+    for (int b = 0; b < min(kWeightStages - 1, p.k_blocks); ++b) {
+      copy(b);
+    }
+  }
+  // The tokens are described.
+  __device__ __forceinline__ void continue_with(const TileTokens& described) {
+    tokens = &described;
+    num_steps = p.lora.row_slot != nullptr ? described.num_steps : 0;
+    for (int b = p.k_blocks; b < kWeightStages - 1; ++b) {
+      copy(b);
+    }
+  }
+  __device__ __forceinline__ void wait() const { async_wait<kWeightStages - 2>(); }
+  // At the end of k it fetches what nobody uses.
+  __device__ __forceinline__ void fetch(uint32_t (&a)[16], int b) const {
+    wait();
+    typename Source::Block block;
+    Source::fetch(block, stage(b));
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      uint4 low;
+      uint4 high;
+      Source::chunk(block, c, low, high);
+      a[8 * c + 0] = low.x;
+      a[8 * c + 1] = high.x;
+      a[8 * c + 2] = low.y;
+      a[8 * c + 3] = high.y;
+      a[8 * c + 4] = low.z;
+      a[8 * c + 5] = high.z;
+      a[8 * c + 6] = low.w;
+      a[8 * c + 7] = high.w;
+    }
+    copy(b + kWeightStages - 1);  // where block b - 1 was
+  }
+};
+
+// The accumulators of a tile: of 128, 64, 32 and 32 tokens, of which a tile uses those that add up to its width. With
+// one product of fixed width each, they all have their registers to themselves; products of many widths on the same
+// registers would be run one after the other.
+struct Accumulators {
+  float part0[64];
+  float part1[32];
+  float part2[16];
+  float part3[16];
+};
+// First tokens of the parts, -1 = not used.
+struct Parts {
+  int begin0, begin1, begin2, begin3;
+  __device__ __forceinline__ explicit Parts(int width) {
+    begin0 = width >= 128 ? 0 : -1;
+    int at = width >= 128 ? 128 : 0;
+    begin1 = width - at >= 64 ? at : -1;
+    at += width - at >= 64 ? 64 : 0;
+    begin2 = width - at >= 32 ? at : -1;
+    at += 32;
+    begin3 = width - at >= 32 ? at : -1;
+  }
+};
+
+// Always closes a group, so that a block is four of them: with fewer groups than branches the compiler would close some
+// of its own, and waits would count those. A has four registers for each of the four steps of a block, or for two that
+// come twice.
+template <int TOKENS, int COUNT>
+__device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[COUNT], uint64_t tokens,
+                                              int begin) {
+  if (begin >= 0) {
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      wgmma_m64k16<TOKENS>(acc, a + 4 * step % COUNT, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
+    }
+    wgmma_commit();
+  } else {
+    wgmma_fence();
+    wgmma_commit();
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void multiply_parts(Accumulators& acc, const uint32_t (&a)[COUNT], const Parts& parts,
+                                               uint32_t stages, uint32_t n) {
+  const uint64_t tokens = wgmma_descriptor(stages + static_cast<uint32_t>(stage_of(n) * kTokenStageBytes));
+  multiply_part<128>(acc.part0, a, tokens, parts.begin0);
+  multiply_part<64>(acc.part1, a, tokens, parts.begin1);
+  multiply_part<32>(acc.part2, a, tokens, parts.begin2);
+  multiply_part<32>(acc.part3, a, tokens, parts.begin3);
+}
+
+__device__ __forceinline__ void release(Shared& shared, uint32_t n) {
+  if (lane_index() == 0) {
+    mbarrier_arrive(&shared.empty[stage_of(n)]);
+  }
+}
+__device__ __forceinline__ void hold(Accumulators& acc) {
+  wgmma_hold(acc.part0);
+  wgmma_hold(acc.part1);
+  wgmma_hold(acc.part2);
+  wgmma_hold(acc.part3);
+}
+
+// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
+template <class Pipe>
+__device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t (&now)[16], uint32_t (&next)[16],
+                                               const Parts& parts, const Pipe& weights, int b, uint32_t n,
+                                               Shared& shared, uint32_t stages) {
+  mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
+  multiply_parts(acc, now, parts, stages, n);
+  wgmma_wait<4>();  // the block before has left its registers and its stage
+  if (b > 0) {
+    release(shared, n - 1);
+  }
+  weights.fetch(next, b + 1);
+}
+
+// All blocks of k; the first is the n-th of all.
+template <class Pipe>
+__device__ __forceinline__ void multiply(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
+                                         uint32_t n, Shared& shared, uint32_t stages) {
+  uint32_t even[16];
+  uint32_t odd[16];
+  weights.fetch(even, 0);
+  int b = 0;
+  for (; b + 1 < k_blocks; b += 2) {
+    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block(acc, odd, even, parts, weights, b + 1, n + static_cast<uint32_t>(b + 1), shared, stages);
+  }
+  if (b < k_blocks) {
+    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+  }
+  wgmma_wait<0>();
+  hold(acc);
+  release(shared, n + static_cast<uint32_t>(k_blocks) - 1);
+}
+
+// The steps of the adapters; the first is the n-th block of all.
+template <class Pipe>
+__device__ __forceinline__ void multiply_steps(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
+                                               uint32_t n, Shared& shared, uint32_t stages) {
+  for (int step = 0; step < weights.num_steps; ++step, ++n) {
+    const int b = k_blocks + step;
+    if (step > 0) {  // the end of k has waited for the first
+      weights.wait();
+    }
+    uint32_t a[8];
+    fetch_step(a, weights.stage(b));
+    if (step > 0) {
+      weights.copy(b + kWeightStages - 1);
+    }
+    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
+    multiply_parts(acc, a, parts, stages, n);
+    wgmma_wait<0>();
+    hold(acc);
+    release(shared, n);
+  }
+}
+
+template <class Function>
+__device__ __forceinline__ void for_each_part(Accumulators& acc, const Parts& parts, const Function& function) {
+  if (parts.begin0 >= 0) {
+    function(acc.part0, parts.begin0);
+  }
+  if (parts.begin1 >= 0) {
+    function(acc.part1, parts.begin1);
+  }
+  if (parts.begin2 >= 0) {
+    function(acc.part2, parts.begin2);
+  }
+  if (parts.begin3 >= 0) {
+    function(acc.part3, parts.begin3);
+  }
+}
+
+// --- The end of an item.
+
+// scale times lora_B.bias of every entry.
+template <bool GATE_UP>
+__device__ __forceinline__ void add_lora_bias(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
+                                              const TileTokens& tokens, const Work& work, int tile) {
+  for (int entry = 0; entry < tokens.num_entries; ++entry) {
+    const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, work.expert, entry);
+    if (tokens.panels[entry] == 0 || record.bias < 0) {
+      continue;
+    }
+    const int slot = tokens.slots[entry / (GATE_UP ? 2 : 1)];
+    const float record_scale = record.scale;
+    const bool is_low = !GATE_UP || entry % 2 == 0;
+    const bool is_high = !GATE_UP || entry % 2 == 1;
+    const int n_low = (GATE_UP ? 8 : 16) * tile;
+    const float low = is_low ? load_lora_bias(p, slot, record, n_low) : 0.0f;
+    const float high = is_high ? load_lora_bias(p, slot, record, GATE_UP ? n_low : n_low + 8) : 0.0f;
+    for_each_part(acc, parts, [&](auto& part, int begin) {
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+          const int token = begin + 2 * i + lane_index() % 4 * 2 + side;
+          if (token < work.count && tokens.slot[token] == slot) {
+            const float scale = tokens.scale[token] * record_scale;
+            part[i + side] = fmaf(scale, low, part[i + side]);
+            part[i + 2 + side] = fmaf(scale, high, part[i + 2 + side]);
+          }
+        }
+      }
+    });
+  }
+}
+
+// Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
+// outputs of token g where the rows allow it.
+__device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& work, int token, int n, float first,
+                                            float second, bool in_pairs) {
+  const int g = lane_index() / 4;
+  const int t = lane_index() % 4;
+  if (in_pairs) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    const uint32_t outputs = transpose8(reinterpret_cast<const uint32_t&>(both));
+    if (token + g < work.count) {
+      auto* to =
+          static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(work.pair + token + g) * p.out_stride + n + 2 * t;
+      if (n + 2 * t + 1 < p.rows) {
+        *reinterpret_cast<uint32_t*>(to) = outputs;
+      } else if (n + 2 * t < p.rows) {
+        *to = reinterpret_cast<const __nv_bfloat162&>(outputs).x;
+      }
+    }
+    return;
+  }
+  if (n + g < p.rows) {
+    if (token + 2 * t < work.count) {
+      store_output(p, work.pair + token + 2 * t, n + g, first);
+    }
+    if (token + 2 * t + 1 < work.count) {
+      store_output(p, work.pair + token + 2 * t + 1, n + g, second);
+    }
+  }
+}
+
+// Bias, activation and store.
+template <bool GATE_UP>
+__device__ __forceinline__ void store_tile(Accumulators& acc, const Parts& parts, const ExpertGemm& p, const Work& work,
+                                           int tile) {
+  const int n_low = (GATE_UP ? 8 : 16) * tile;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+  const int g = lane_index() / 4;
+  const int64_t bias = int64_t{work.expert} * p.rows;
+  const float low_bias = p.low_bias != nullptr && n_low + g < p.rows ? __ldg(p.low_bias + bias + n_low + g) : 0.0f;
+  const float high_bias = p.high_bias != nullptr && n_high + g < p.rows ? __ldg(p.high_bias + bias + n_high + g) : 0.0f;
+  const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
+  for_each_part(acc, parts, [&](auto& part, int begin) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
+      const int token = begin + 2 * i;
+      if (token >= work.count) {
+        continue;
+      }
+      const float low[2] = {part[i] + low_bias, part[i + 1] + low_bias};
+      const float high[2] = {part[i + 2] + high_bias, part[i + 3] + high_bias};
+      if constexpr (GATE_UP) {
+        store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
+                    activate(p.activation, p.limit, low[1], high[1]), in_pairs);
+      } else {
+        store_group(p, work, token, n_low, low[0], low[1], in_pairs);
+        store_group(p, work, token, n_high, high[0], high[1], in_pairs);
+      }
+    }
+  });
+}
+
+template <bool GATE_UP, class Source>
+struct Multiplier {
+  const ExpertGemm& p;
+  Shared& shared;
+  uint32_t stages;  // of tokens
+  int active;
+  int row_blocks;
+  WeightPipe<GATE_UP, Source> weights;
+  int item = 0;
+  uint32_t n = 0;    // blocks of tokens used
+  uint32_t nth = 0;  // items done
+
+  __device__ __forceinline__ void run(Work& work, int items) {
+    const TileTokens& tokens = shared.tokens[nth % 2];
+    const Parts parts(work.width);
+    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));  // then the tokens are described
+    weights.continue_with(tokens);
+    Accumulators acc = {};
+    multiply(acc, parts, weights, p.k_blocks, n, shared, stages);
+    n += static_cast<uint32_t>(p.k_blocks);
+    if (p.lora.row_slot != nullptr) {
+      multiply_steps(acc, parts, weights, p.k_blocks, n, shared, stages);
+      n += static_cast<uint32_t>(weights.num_steps);
+    }
+    const Work done = work;
+    item += static_cast<int>(gridDim.x);
+    if (item < items) {  // the weights of the next item come while this one is finished
+      work = find_tile(p, shared.tiles, active, row_blocks, item);
+      weights.begin(work);
+    }
+    const int tile = done.row_block * kRowTiles + warp_index();
+    if (tile < p.row_tiles) {
+      if (p.lora.row_slot != nullptr && tokens.has_bias != 0) {
+        add_lora_bias<GATE_UP>(acc, parts, p, tokens, done, tile);
+      }
+      store_tile<GATE_UP>(acc, parts, p, done, tile);
+    }
+    __syncwarp();  // all lanes have read the tokens' adapters
+    if (lane_index() == 0) {
+      mbarrier_arrive(&shared.tokens_empty[nth % 2]);
+    }
+    ++nth;
+  }
+  __device__ __forceinline__ void run_all() {
+    const int items = shared.tiles.begin[active] * row_blocks;
+    item = static_cast<int>(blockIdx.x);
+    if (item >= items) {
+      return;
+    }
+    Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+    weights.begin(work);
+    while (item < items) {
+      run(work, items);
+    }
+    async_wait<0>();
+  }
+};
+
+template <class Source>
+constexpr int shared_bytes() {
+  return kStageAlignment + kTokenStages * kTokenStageBytes +
+         kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
+}
+
+template <bool GATE_UP, class Source>
+__global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid_constant__ ExpertGemm p) {
+#ifdef MOELORA_SM90A
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ Shared shared;
+  const uint32_t misaligned = shared_address(dynamic_shared) % kStageAlignment;
+  std::byte* const token_stages =
+      reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kStageAlignment - misaligned);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kTokenStages; ++i) {
+      mbarrier_init(&shared.full[i], kFillThreads);
+      mbarrier_init(&shared.empty[i], kMultiplyWarps);
+    }
+    mbarrier_init(&shared.tokens_empty[0], kMultiplyWarps);
+    mbarrier_init(&shared.tokens_empty[1], kMultiplyWarps);
+  }
+  const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
+  const int active = count_tiles<kTokens>(p, shared.tiles);  // its barrier makes the mbarriers known, too
+  if (threadIdx.x < kMultiplyThreads) {
+    take_registers<kMultiplyRegisters>();
+    using Pipe = WeightPipe<GATE_UP, Source>;
+    std::byte* const weight_stages =
+        token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Pipe::kStageBytes;
+    Multiplier<GATE_UP, Source> multiplier{p,      shared,     shared_address(token_stages),
+                                           active, row_blocks, Pipe{p, weight_stages}};
+    multiplier.run_all();
+  } else {
+    give_registers<kFillRegisters>();
+    Filler<GATE_UP> filler{p, shared, token_stages, active, row_blocks};
+    filler.fill_all();
+  }
+#endif
+}
+
+}  // namespace sm90
+
+// False where the code for sm_90a is not there: nothing was launched.
+template <bool GATE_UP, class Source>
+bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int max_active, const CudaStream& state) {
+  const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
+  static const bool usable = has_sm90a(kernel);
+  if (state.compute_capability != 90 || !usable) {
+    return false;
+  }
+  constexpr int kSharedBytes = sm90::shared_bytes<Source>();
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+             "shared memory of the expert product");
+  const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
+  const int64_t items = (num_pairs / sm90::kTokens + max_active) * row_blocks;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
+  kernel<<<grid, sm90::kThreads, kSharedBytes, state.stream>>>(p);
+  return true;
+}
+
+}  // namespace moelora
