@@ -12,6 +12,7 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
+#include "kernels/cuda/shared_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/moe/expert_path.h"
 #include "kernels/moe/mxfp4_expand.cuh"
@@ -120,6 +121,26 @@ struct RowsSource {
     low = block.low[c];
     high = block.high[c];
   }
+  // A block for the whole warp, as 16 rows of a shared_tile.cuh, and this lane's registers of its four steps of wgmma.
+  __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const {
+    const int g = lane_index() / 4;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int at = 8 * b + 4 * c;
+      std::byte* to = stage + g * 128 + ((4 * c + lane_index() % 4) ^ g) * 16;
+      async_copy16(to, at < chunks_ ? low_ + at : low_, at < chunks_);
+      async_copy16(to + 8 * 128, at < chunks_ ? high_ + at : high_, at < chunks_);
+    }
+  }
+  static __device__ __forceinline__ void fetch_fragments(uint32_t (&a)[16], const std::byte* stage) {
+    const int row = lane_index() % 16;  // lanes 0-15: rows 0-15 of a step's first piece, 16-31: of its second
+    const uint32_t rows = shared_address(stage) + static_cast<uint32_t>(row * 128);
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const int piece = (2 * step + lane_index() / 16) ^ row % 8;
+      load_matrices(reinterpret_cast<uint32_t(&)[4]>(a[4 * step]), rows + static_cast<uint32_t>(piece * 16));
+    }
+  }
 
  private:
   const uint4* low_;
@@ -156,6 +177,24 @@ struct TilesSource {
     const uint32_t scales = mxfp4_prepare_scales(block.scales);
     low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, mxfp4_prepared_scale(scales, c));
     high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, mxfp4_prepared_scale(scales, 2 + c));
+  }
+  // A block for the whole warp, and this lane's registers of its four steps of wgmma: pair t of each word of its rows.
+  __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const { copy(stage, b); }
+  static __device__ __forceinline__ void fetch_fragments(uint32_t (&a)[16], const std::byte* stage) {
+    const Mxfp4PairOf pair(lane_index() % 4);
+    const auto* const words = reinterpret_cast<const uint4*>(stage) + lane_index() / 4 * 4;
+    const uint32_t scales = mxfp4_prepare_scales(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index()));
+    const __nv_bfloat162 scale[4] = {mxfp4_prepared_scale(scales, 0), mxfp4_prepared_scale(scales, 1),
+                                     mxfp4_prepared_scale(scales, 2), mxfp4_prepared_scale(scales, 3)};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {  // chunks q and 4 + q of the block
+      const uint4 word = words[q];
+      uint32_t* const first = a + 2 * q;
+      first[0] = pair.times(word.x, scale[0]);
+      first[1] = pair.times(word.y, scale[2]);
+      first[8] = pair.times(word.z, scale[1]);
+      first[9] = pair.times(word.w, scale[3]);
+    }
   }
 
  private:

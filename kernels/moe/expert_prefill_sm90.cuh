@@ -4,9 +4,13 @@
 // MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
 // own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
 // expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 256 tokens do
-// not pay for 512. The order of k is that of kernels/cuda/mma_tile.cuh: step (c, h) of a block takes words 2h and 2h +
-// 1 of chunks 4c .. 4c + 3. In shared memory a token's 16-byte piece 4c + w therefore holds words w of these four
-// chunks. Limited by the tensor cores and by reading tokens and weights from L2.
+// not pay for 512. Tokens lie in shared memory as in global memory, so that they are copied asynchronously, 16 bytes at
+// a time; the weights' fragments are put in the order of wgmma when they are fetched (an instruction or two more a
+// register, once for 256 tokens). The steps of adapters, whose B comes in chunks of 8 ranks a lane, keep the order of
+// kernels/cuda/mma_tile.cuh: a token's 16-byte piece 4c + w holds words w of chunks 4c .. 4c + 3. Limited by the tensor
+// cores and by reading tokens and weights from L2.
+// Tried: tokens through registers, their words put into the order of the weights' chunks on the way to shared memory:
+// 870 instructions a block and warp, 138 TFLOP/s (gpt-oss shape, 2048 rows, H200).
 #pragma once
 
 #include <algorithm>
@@ -18,8 +22,8 @@ namespace sm90 {
 
 // Registers a thread. They are dealt out from those that the block was started with, 168 a thread; a warpgroup that
 // asks for more than the others have given back waits for ever.
-constexpr int kMultiplyRegisters = 208;
-constexpr int kFillRegisters = 88;
+constexpr int kMultiplyRegisters = 216;
+constexpr int kFillRegisters = 72;
 constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
 constexpr int kTokenStages = 4;
@@ -45,51 +49,11 @@ __device__ __forceinline__ uint32_t parity_of(uint32_t n) {
 
 // --- The warpgroup that fills.
 
-// A unit of its work: 64 tokens of a block, four chunks a thread: chunk threadIdx % 8 of tokens threadIdx / 8 + 16 i.
-// kAhead units are on their way in registers.
-constexpr int kUnitTokens = 64;
-constexpr int kUnitChunks = 4;
-constexpr int kAhead = 4;
-
-struct UnitPosition {
-  int block = 0;
-  int token = 0;  // first
-  __device__ __forceinline__ void advance(int width) {
-    token += kUnitTokens;
-    if (token >= width) {
-      token = 0;
-      ++block;
-    }
-  }
-};
-
-struct TokenFiller {
-  const uint4* x;
-  const int32_t* first_chunk;
-  int thread;
-  int chunks;  // of a row
-  int width;
-
-  __device__ __forceinline__ void load(uint4 (&unit)[kUnitChunks], const UnitPosition& at) const {
-    const int chunk = 8 * at.block + thread % 8;
-#pragma unroll
-    for (int i = 0; i < kUnitChunks; ++i) {
-      const int group = at.token + 16 * i;
-      unit[i] =
-          group < width && chunk < chunks ? load_streaming(x + first_chunk[group + thread / 8] + chunk) : zero_chunk();
-    }
-  }
-  __device__ __forceinline__ void store(const uint4 (&unit)[kUnitChunks], const UnitPosition& at,
-                                        std::byte* stage) const {
-#pragma unroll
-    for (int i = 0; i < kUnitChunks; ++i) {
-      const int row = at.token + 16 * i + thread / 8;
-      if (at.token + 16 * i < width) {
-        store_chunk(stage, row, thread % 8, unit[i]);
-      }
-    }
-  }
-};
+// A block is published kFillLag blocks after its copies were started, when they have arrived. Whoever waits for block n
+// has released n - 2, so that the filler can reach n + kFillLag.
+constexpr int kFillLag = kTokenStages - 2;
+constexpr int kCopiesPerThread = kTokens * 8 / kFillThreads;
+constexpr int kRowsTogether = kFillThreads / 8;
 
 template <bool GATE_UP>
 struct Filler {
@@ -98,7 +62,7 @@ struct Filler {
   std::byte* stages;
   int active;
   int row_blocks;
-  uint32_t n = 0;    // blocks filled
+  uint32_t n = 0;    // blocks whose filling has begun
   uint32_t nth = 0;  // items filled
 
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
@@ -107,50 +71,48 @@ struct Filler {
     mbarrier_wait(&shared.empty[stage], parity_of(block) ^ 1);
     return stages + stage * kTokenStageBytes;
   }
-  __device__ __forceinline__ void arrive_full(uint32_t block) {
+  __device__ __forceinline__ void arrive_full(uint32_t block) { mbarrier_arrive(&shared.full[stage_of(block)]); }
+  // Ends a block that this thread has written its part of, or has started to copy.
+  __device__ __forceinline__ void publish() {
+    async_commit();
+    async_wait<kFillLag>();
     fence_for_wgmma();
-    mbarrier_arrive(&shared.full[stage_of(block)]);
+    if (n >= kFillLag) {
+      arrive_full(n - kFillLag);
+    }
+    ++n;
   }
-  // The blocks of k.
+  __device__ __forceinline__ void publish_rest() {
+    async_wait<0>();
+    fence_for_wgmma();
+    for (uint32_t block = n > kFillLag ? n - kFillLag : 0; block < n; ++block) {
+      arrive_full(block);
+    }
+  }
+  // The blocks of k: this thread copies one piece of every 16th token.
   __device__ __forceinline__ void fill_tokens(const Work& work) {
-    TokenFiller filler;
-    filler.x = reinterpret_cast<const uint4*>(p.x);
-    filler.first_chunk = shared.tokens[nth % 2].first_chunk;
-    filler.thread = thread();
-    filler.chunks = p.k / 8;
-    filler.width = work.width;
-    UnitPosition loaded;
-    UnitPosition stored;
-    uint4 units[kAhead][kUnitChunks] = {};  // or they would count as kept from the item before
+    const int row = thread() / 8;
+    const int piece = thread() % 8;
+    const auto* const x = reinterpret_cast<const uint4*>(p.x) + piece;
+    const int32_t* const first_chunk = shared.tokens[nth % 2].first_chunk;
+    int32_t first[kCopiesPerThread];
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (loaded.block < p.k_blocks) {
-        filler.load(units[i], loaded);
-        loaded.advance(filler.width);
-      }
+    for (int i = 0; i < kCopiesPerThread; ++i) {
+      first[i] = kRowsTogether * i < work.width ? first_chunk[kRowsTogether * i + row] : 0;
     }
-    std::byte* stage = nullptr;
-    while (stored.block < p.k_blocks) {
+    const int place = row * 128 + (piece ^ row % 8) * 16;
+    for (int b = 0; b < p.k_blocks; ++b) {
+      std::byte* const stage = wait_empty(n) + place;
+      const bool inside = 8 * b + piece < p.k / 8;
+      const uint4* const from = inside ? x + 8 * b : x;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (stored.block < p.k_blocks) {
-          const uint32_t block = n + static_cast<uint32_t>(stored.block);
-          if (stored.token == 0) {
-            stage = wait_empty(block);
-          }
-          filler.store(units[i], stored, stage);
-          if (stored.token + kUnitTokens >= filler.width) {
-            arrive_full(block);
-          }
-          stored.advance(filler.width);
-        }
-        if (loaded.block < p.k_blocks) {
-          filler.load(units[i], loaded);
-          loaded.advance(filler.width);
+      for (int i = 0; i < kCopiesPerThread; ++i) {
+        if (kRowsTogether * i < work.width) {
+          async_copy16(stage + kRowsTogether * 128 * i, from + first[i], inside);
         }
       }
+      publish();
     }
-    n += static_cast<uint32_t>(p.k_blocks);
   }
   // The steps of the adapters.
   __device__ __forceinline__ void fill_steps(const Work& work) {
@@ -159,8 +121,7 @@ struct Filler {
       const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
       for (int step = 0; step < steps; ++step) {
         fill_step<GATE_UP>(p, work, tokens, entry, step, thread(), wait_empty(n));
-        arrive_full(n);
-        ++n;
+        publish();
       }
     }
   }
@@ -176,6 +137,7 @@ struct Filler {
       }
       ++nth;
     }
+    publish_rest();
   }
 };
 
@@ -197,7 +159,7 @@ struct WeightPipe {
   __device__ __forceinline__ std::byte* stage(int b) const { return stages + b % kWeightStages * kStageBytes; }
   __device__ __forceinline__ void copy(int b) const {
     if (b < p.k_blocks) {
-      source.copy(stage(b), b);
+      source.copy_for_warp(stage(b), b);
     } else if (b - p.k_blocks < num_steps) {
       copy_step<GATE_UP>(p, *tokens, expert, tile, b - p.k_blocks, stage(b));
     }
@@ -225,22 +187,8 @@ struct WeightPipe {
   // At the end of k it fetches what nobody uses.
   __device__ __forceinline__ void fetch(uint32_t (&a)[16], int b) const {
     wait();
-    typename Source::Block block;
-    Source::fetch(block, stage(b));
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      uint4 low;
-      uint4 high;
-      Source::chunk(block, c, low, high);
-      a[8 * c + 0] = low.x;
-      a[8 * c + 1] = high.x;
-      a[8 * c + 2] = low.y;
-      a[8 * c + 3] = high.y;
-      a[8 * c + 4] = low.z;
-      a[8 * c + 5] = high.z;
-      a[8 * c + 6] = low.w;
-      a[8 * c + 7] = high.w;
-    }
+    __syncwarp();  // the other lanes' copies have arrived, too, and all lanes have read block b - 1
+    Source::fetch_fragments(a, stage(b));
     copy(b + kWeightStages - 1);  // where block b - 1 was
   }
 };
