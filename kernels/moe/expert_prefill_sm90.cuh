@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of many tokens an expert on sm_90a: a grouped GEMM over (expert, 128 rows of the weight operand, up
-// to 256 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
+// to 192 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
 // MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
 // own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
-// expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 256 tokens do
-// not pay for 512. Tokens lie in shared memory as in global memory, so that they are copied asynchronously, 16 bytes at
+// expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 192 tokens do
+// not pay for 384. Tokens lie in shared memory as in global memory, so that they are copied asynchronously, 16 bytes at
 // a time; the weights' fragments are put in the order of wgmma when they are fetched (an instruction or two more a
-// register, once for 256 tokens). The steps of adapters, whose B comes in chunks of 8 ranks a lane, keep the order of
+// register, once for 192 tokens). The steps of adapters, whose B comes in chunks of 8 ranks a lane, keep the order of
 // kernels/cuda/mma_tile.cuh: a token's 16-byte piece 4c + w holds words w of chunks 4c .. 4c + 3. Limited by the tensor
 // cores and by reading tokens and weights from L2.
 // Tried: tokens through registers, their words put into the order of the weights' chunks on the way to shared memory:
@@ -62,8 +62,9 @@ struct Filler {
   std::byte* stages;
   int active;
   int row_blocks;
-  uint32_t n = 0;    // blocks whose filling has begun
-  uint32_t nth = 0;  // items filled
+  uint32_t n = 0;          // blocks whose filling has begun
+  uint32_t published = 0;  // of them
+  uint32_t nth = 0;        // items filled
 
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
   __device__ __forceinline__ std::byte* wait_empty(uint32_t block) {
@@ -77,16 +78,17 @@ struct Filler {
     async_commit();
     async_wait<kFillLag>();
     fence_for_wgmma();
-    if (n >= kFillLag) {
-      arrive_full(n - kFillLag);
+    if (n - published == kFillLag) {
+      arrive_full(published);
+      ++published;
     }
     ++n;
   }
   __device__ __forceinline__ void publish_rest() {
     async_wait<0>();
     fence_for_wgmma();
-    for (uint32_t block = n > kFillLag ? n - kFillLag : 0; block < n; ++block) {
-      arrive_full(block);
+    for (; published < n; ++published) {
+      arrive_full(published);
     }
   }
   // The blocks of k: this thread copies one piece of every 16th token.
@@ -136,6 +138,9 @@ struct Filler {
         fill_steps(work);
       }
       ++nth;
+      if (p.k_blocks < kFillLag) {  // or the item after the next would wait for blocks of this one
+        publish_rest();
+      }
     }
     publish_rest();
   }
@@ -193,32 +198,29 @@ struct WeightPipe {
   }
 };
 
-// The accumulators of a tile: of 128, 64, 32 and 32 tokens, of which a tile uses those that add up to its width. With
-// one product of fixed width each, they all have their registers to themselves; products of many widths on the same
-// registers would be run one after the other.
+// The accumulators of a tile: of 128, 64 and 32 tokens, of which a tile uses those that add up to its width. With one
+// product of fixed width each, they all have their registers to themselves; products of many widths on the same
+// registers, in one loop or in loops of their own, would be run one after the other.
 struct Accumulators {
   float part0[64];
   float part1[32];
   float part2[16];
-  float part3[16];
 };
 // First tokens of the parts, -1 = not used.
 struct Parts {
-  int begin0, begin1, begin2, begin3;
+  int begin0, begin1, begin2;
   __device__ __forceinline__ explicit Parts(int width) {
     begin0 = width >= 128 ? 0 : -1;
     int at = width >= 128 ? 128 : 0;
     begin1 = width - at >= 64 ? at : -1;
     at += width - at >= 64 ? 64 : 0;
     begin2 = width - at >= 32 ? at : -1;
-    at += 32;
-    begin3 = width - at >= 32 ? at : -1;
   }
 };
 
-// Always closes a group, so that a block is four of them: with fewer groups than branches the compiler would close some
-// of its own, and waits would count those. A has four registers for each of the four steps of a block, or for two that
-// come twice.
+// Always closes a group, so that a block is three of them: with fewer groups than branches the compiler would close
+// some of its own, and waits would count those. A has four registers for each of the four steps of a block, or for two
+// that come twice.
 template <int TOKENS, int COUNT>
 __device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[COUNT], uint64_t tokens,
                                               int begin) {
@@ -242,7 +244,6 @@ __device__ __forceinline__ void multiply_parts(Accumulators& acc, const uint32_t
   multiply_part<128>(acc.part0, a, tokens, parts.begin0);
   multiply_part<64>(acc.part1, a, tokens, parts.begin1);
   multiply_part<32>(acc.part2, a, tokens, parts.begin2);
-  multiply_part<32>(acc.part3, a, tokens, parts.begin3);
 }
 
 __device__ __forceinline__ void release(Shared& shared, uint32_t n) {
@@ -254,7 +255,6 @@ __device__ __forceinline__ void hold(Accumulators& acc) {
   wgmma_hold(acc.part0);
   wgmma_hold(acc.part1);
   wgmma_hold(acc.part2);
-  wgmma_hold(acc.part3);
 }
 
 // Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
@@ -264,7 +264,7 @@ __device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t
                                                Shared& shared, uint32_t stages) {
   mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
   multiply_parts(acc, now, parts, stages, n);
-  wgmma_wait<4>();  // the block before has left its registers and its stage
+  wgmma_wait<3>();  // the block before has left its registers and its stage
   if (b > 0) {
     release(shared, n - 1);
   }
@@ -323,9 +323,6 @@ __device__ __forceinline__ void for_each_part(Accumulators& acc, const Parts& pa
   }
   if (parts.begin2 >= 0) {
     function(acc.part2, parts.begin2);
-  }
-  if (parts.begin3 >= 0) {
-    function(acc.part3, parts.begin3);
   }
 }
 

@@ -20,7 +20,7 @@ constexpr int kFillThreads = 128;
 constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kTokens = 256;               // largest token tile
+constexpr int kTokens = 192;               // largest token tile
 constexpr int kWidthStep = 32;             // widths of tiles are its multiples
 constexpr int kStepPanels = 4;             // panels of 8 ranks, of a step
 
