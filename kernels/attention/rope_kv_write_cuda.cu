@@ -145,8 +145,11 @@ __global__ void __launch_bounds__(WARPS * 32, 1) rope_kernel(const Params p) {
     cosine[threadIdx.x] = c * p.rope_scale;
     sine[threadIdx.x] = s * p.rope_scale;
   }
-  __syncthreads();  // the rotation of the row is there
   Kv* const keys = reinterpret_cast<Kv*>(p.kv.block(p.row_sequence[row], position, p.layer));
+  // Positions and tables were there before the step; q, k and v are from the kernel before this one.
+  wait_for_previous();
+  let_next_start();
+  __syncthreads();  // the rotation of the row is there
   const int offset = position % layout.block_tokens;
   const int heads = p.num_heads + 2 * layout.num_kv_heads;
 #pragma unroll 1
@@ -192,9 +195,9 @@ void rope_kv_write_cuda(const RopeKvWriteArgs& args, Stream& stream) {
                       args.inv_freq,  args.rope_scale, args.positions, args.row_sequence, args.kv,       args.layer};
   const auto blocks = static_cast<unsigned>(int64_t{args.num_rows} * blocks_per_row);
   if (layout.dtype == Dtype::kF32) {
-    rope_kernel<float><<<blocks, WARPS * 32, 0, cuda_stream(stream)>>>(params);
+    launch_dependent(rope_kernel<float>, dim3(blocks), WARPS * 32, 0, cuda_state(stream), params);
   } else {
-    rope_kernel<__nv_bfloat16><<<blocks, WARPS * 32, 0, cuda_stream(stream)>>>(params);
+    launch_dependent(rope_kernel<__nv_bfloat16>, dim3(blocks), WARPS * 32, 0, cuda_state(stream), params);
   }
   check_launch("rope_kv_write");
 }
