@@ -14,6 +14,7 @@
 #include <cooperative_groups.h>
 
 #include "kernels/attention/attention_device.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace moelora::attention {
 
@@ -440,7 +441,10 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int kv_head = item / head_tiles % p.kv.layout.num_kv_heads;
   const int sequence = item / head_tiles / p.kv.layout.num_kv_heads;
   const int row = p.row_begin[sequence];
-  if (p.row_begin[sequence + 1] != row + 1) {
+  const int end = p.row_begin[sequence + 1];
+  wait_for_previous();  // row borders were there before the step; q, K and V are from the kernel before this one
+  let_next_start();
+  if (end != row + 1) {
     return;  // none, or prefill's; the same for all blocks of a cluster
   }
   const int left = p.group - tile * HEADS;

@@ -53,7 +53,7 @@ DecodeLaunch plan_decode(const PagedAttentionArgs& args, const CudaStream& state
 }
 
 template <int MAX_D, bool EXACT, int WARPS, class Out>
-void launch_decode(const Params& params, const DecodeLaunch& plan, cudaStream_t stream) {
+void launch_decode(const Params& params, const DecodeLaunch& plan, const CudaStream& state) {
   const int heads = std::min(params.group, attention::HEADS);
   const size_t shared = sizeof(attention::DecodeShared<MAX_D, WARPS>) +
                         static_cast<size_t>(WARPS * heads * params.kv.layout.head_dim) * sizeof(float);
@@ -64,20 +64,24 @@ void launch_decode(const Params& params, const DecodeLaunch& plan, cudaStream_t 
       dim3(static_cast<unsigned>(params.num_sequences * params.kv.layout.num_kv_heads * plan.head_tiles * plan.splits));
   config.blockDim = dim3(WARPS * 32);
   config.dynamicSmemBytes = shared;
-  config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = static_cast<unsigned>(plan.splits);
-  cluster.val.clusterDim.y = 1;
-  cluster.val.clusterDim.z = 1;
-  config.attrs = &cluster;
-  config.numAttrs = plan.in_cluster ? 1 : 0;
+  config.stream = state.stream;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = static_cast<unsigned>(plan.splits);
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  // Clusters and dependent launches came with the same GPUs.
+  config.numAttrs = plan.in_cluster ? 2 : state.compute_capability >= 90 ? 1 : 0;
   check_cuda(
       cudaLaunchKernelEx(&config, kernel, params, plan.head_tiles, plan.splits, kMaxAttentionSplits, plan.in_cluster),
       "paged_attention");
   if (plan.splits > 1 && !plan.in_cluster) {
     const auto blocks = static_cast<unsigned>(params.num_sequences * params.num_heads);
-    attention::join_splits_kernel<Out><<<blocks, 64, 0, stream>>>(params, plan.splits, kMaxAttentionSplits, WARPS);
+    attention::join_splits_kernel<Out>
+        <<<blocks, 64, 0, state.stream>>>(params, plan.splits, kMaxAttentionSplits, WARPS);
   }
 }
 
@@ -92,12 +96,12 @@ void launch_paths(const PagedAttentionArgs& args, const Params& params, const Cu
   }
   if constexpr (EXACT) {
     if (plan.many_warps) {
-      launch_decode<MAX_D, EXACT, 8, Out>(params, plan, state.stream);
+      launch_decode<MAX_D, EXACT, 8, Out>(params, plan, state);
     } else {
-      launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state.stream);
+      launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state);
     }
   } else {
-    launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state.stream);
+    launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state);
   }
   if (args.num_rows <= args.num_sequences) {
     return;

@@ -147,7 +147,12 @@ TEST_CASE("rope_kv_write_cuda clamps, norms, rotates and stores") {
           test.norm = norm;
           test.clip = clip;
           test.rope_scale = norm ? 1.25f : 1.0f;
+          // Rows of a stride that is a multiple of four elements and not.
           test.check(test.run(0, kRows, clip > 0.0f ? 5 : 0));
+          RopeCase aligned(6, 2, head_dim, dtype, Dtype::kF16);
+          aligned.norm = norm;
+          aligned.clip = clip;
+          aligned.check(aligned.run(0, kRows, 8));
         }
       }
     }
@@ -163,6 +168,31 @@ TEST_CASE("rope_kv_write_cuda with many heads, and at the end of the longest con
   many.check(many.run(0, kRows));
   RopeCase far(2, 1, 16, Dtype::kF32, Dtype::kF32, {131072, 1000});
   far.check(far.run(0, kRows));
+}
+
+TEST_CASE("rope_kv_write_cuda of more heads than one round of blocks takes") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const int32_t head_dim : {64, 128}) {
+    const int32_t heads = 81920 / head_dim - 7;
+    INFO("Nq=" << heads << " D=" << head_dim);
+    RopeCase together(heads, 5, head_dim, Dtype::kBf16, Dtype::kBf16);
+    together.norm = true;
+    together.clip = 2.5f;
+    const std::vector<float> all = together.run(0, kRows);
+    together.check(all);
+    // One row is taken in smaller shares.
+    RopeCase alone(heads, 5, head_dim, Dtype::kBf16, Dtype::kBf16);
+    alone.norm = true;
+    alone.clip = 2.5f;
+    const auto width = static_cast<size_t>(heads) * static_cast<size_t>(head_dim);
+    CHECK(same_bits(alone.run(7, 1).data(), all.data() + 7 * width, width));
+    for (int32_t h = 0; h < 5; ++h) {
+      CHECK(same_bits(alone.stored(7, h, false), together.stored(7, h, false)));
+      CHECK(same_bits(alone.stored(7, h, true), together.stored(7, h, true)));
+    }
+  }
 }
 
 TEST_CASE("a row of rope_kv_write_cuda has the same bits alone, and no rows write nothing") {
