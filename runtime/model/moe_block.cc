@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // h += FFN(norm(h)): a dense SwiGLU MLP, or router, sort by (expert, adapter), gate_up, down, combine, and the
-// shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op.
+// shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op; combine leaves the next layer's
+// normed input, too.
 #include "runtime/model/model.h"
 #include "runtime/model/router_gap.h"
 
@@ -53,7 +54,7 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   kernels_.linear(down, stream);
 }
 
-void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
@@ -71,6 +72,11 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
                      config_.top_k, config_.num_experts, workspace.order},
                     stream);
+}
+
+void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+  const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
+  route(input, layer, workspace, stream);
 
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;
@@ -118,6 +124,11 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
     combine.shared_gate = workspace.shared_gate;
   }
   combine.hidden = workspace.hidden;
+  if (layer + 1 < config_.num_layers) {
+    combine.norm_weight = weights_.layers[static_cast<size_t>(layer) + 1].input_norm;
+    combine.norm_eps = config_.rms_norm_eps;
+    combine.normed = workspace.normed;
+  }
   kernels_.moe_combine(combine, stream);
 }
 
