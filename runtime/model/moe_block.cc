@@ -62,16 +62,16 @@ void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   kernels_.linear(router, stream);
 
-  kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
-                        RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights},
-                       stream);
+  MoeRouteArgs args;
+  args.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
+               RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
+  args.row_slot = input.lora == nullptr ? nullptr : input.lora->row_slot;
+  args.order = workspace.order;
+  kernels_.moe_route(args, stream);
   if (input.router_gaps != nullptr) {
     narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
                        config_.top_k, input.router_gaps);
   }
-  kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
-                     config_.top_k, config_.num_experts, workspace.order},
-                    stream);
 }
 
 void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {

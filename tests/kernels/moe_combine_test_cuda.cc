@@ -163,9 +163,9 @@ TEST_CASE("moe_combine_cuda with a norm gives the bits of rms_norm_cuda after it
     return;
   }
   for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
-    for (const int32_t top_k : {1, 4, 5, 8, 10}) {
+    for (const int32_t top_k : {2, 4, 8, 10}) {
       for (const int32_t width : {4, 33, 64, 1000, 2048, 2052, 2880, 4096, 4100}) {
-        for (const int32_t num_rows : {0, 1, 9}) {
+        for (const int32_t num_rows : {1, 5}) {
           INFO(dtype_name(dtype) << " K=" << top_k << " H=" << width << " T=" << num_rows);
           check_norm(CombineCase(num_rows, top_k, width, dtype, (top_k + width) % 3), Dtype::kBf16, dtype);
         }
