@@ -16,6 +16,7 @@
 #include "kernels/moe/moe_combine.h"
 #include "kernels/moe/moe_down.h"
 #include "kernels/moe/moe_gate_up.h"
+#include "kernels/moe/moe_route.h"
 #include "kernels/moe/moe_sort.h"
 #include "kernels/moe/mxfp4_tiles.h"
 #include "kernels/moe/router_topk.h"
@@ -33,6 +34,7 @@ struct Kernels {
   void (*paged_attention)(const PagedAttentionArgs&, Stream&);
   void (*router_topk)(const RouterTopkArgs&, Stream&);
   void (*moe_sort)(const MoeSortArgs&, Stream&);
+  void (*moe_route)(const MoeRouteArgs&, Stream&);  // both of these
   void (*moe_gate_up)(const MoeGateUpArgs&, Stream&);
   void (*moe_down)(const MoeDownArgs&, Stream&);
   void (*moe_combine)(const MoeCombineArgs&, Stream&);
@@ -42,7 +44,7 @@ struct Kernels {
   void (*fill_random)(const FillRandomArgs&, Stream&);
   void (*read_memory)(const ReadMemoryArgs&, Stream&);
   void (*lora_resolve)(const LoraResolveArgs&, Stream&);  // null where records are read in place
-  void (*pack_mxfp4)(const PackMxfp4Args&, Stream&);  // null where experts are read as they are stored
+  void (*pack_mxfp4)(const PackMxfp4Args&, Stream&);      // null where experts are read as they are stored
 };
 
 const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests

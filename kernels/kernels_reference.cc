@@ -16,6 +16,7 @@ const Kernels& kernels_reference() {
       .paged_attention = paged_attention_cpu,
       .router_topk = router_topk_cpu,
       .moe_sort = moe_sort_cpu,
+      .moe_route = moe_route_cpu,
       .moe_gate_up = moe_gate_up_cpu,
       .moe_down = moe_down_cpu,
       .moe_combine = moe_combine_cpu,

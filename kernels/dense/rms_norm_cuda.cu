@@ -8,14 +8,13 @@
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
-#include "kernels/cuda/reduce.cuh"
-#include "kernels/cuda/vec.cuh"
 #include "kernels/dense/rms_norm.h"
+#include "kernels/dense/rms_norm_row.cuh"
 
 namespace moelora {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int THREADS = kNormThreads;
 constexpr int KEEP = 4;
 
 struct Params {
@@ -29,37 +28,6 @@ struct Params {
   float eps;
 };
 
-template <class T>
-__device__ __forceinline__ float square4(const Vec4<T>& v) {
-  float sum = 0.0f;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    sum = fmaf(to_f32(v.at[j]), to_f32(v.at[j]), sum);
-  }
-  return sum;
-}
-
-// By element: stored weights are aligned to their own size at best.
-template <class W>
-__device__ __forceinline__ Vec4<W> load_weights(const W* weight, int group) {
-  Vec4<W> result;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    result.at[j] = weight[4 * group + j];
-  }
-  return result;
-}
-
-template <class In, class W, class Out>
-__device__ __forceinline__ Vec4<Out> scale4(const Vec4<In>& v, float scale, const Vec4<W>& weights) {
-  Vec4<Out> result;
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    result.at[j] = from_f32<Out>(to_f32(v.at[j]) * scale * to_f32(weights.at[j]));
-  }
-  return result;
-}
-
 // Rows aligned to four elements, width a multiple of 4.
 template <class In, class W, class Out>
 __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
@@ -72,7 +40,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
   for (int i = 0; i < KEEP; ++i) {
     const int group = threadIdx.x + i * THREADS;
     if (group < groups) {
-      weights[i] = load_weights(weight, group);
+      weights[i] = load_norm_weights(weight, group);
     }
   }
   wait_for_previous();
@@ -92,7 +60,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
   for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) {
     squares += square4(load4(x, group));
   }
-  const float scale = rsqrtf(block_sum<THREADS>(squares, partial) / static_cast<float>(p.width) + p.eps);
+  const float scale = norm_scale(squares, p.width, p.eps, partial);
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
     const int group = threadIdx.x + i * THREADS;
@@ -101,7 +69,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_vec(const Params p) {
     }
   }
   for (int group = threadIdx.x + KEEP * THREADS; group < groups; group += THREADS) {
-    store4(out, group, scale4<In, W, Out>(load4(x, group), scale, load_weights(weight, group)));
+    store4(out, group, scale4<In, W, Out>(load4(x, group), scale, load_norm_weights(weight, group)));
   }
 }
 
@@ -119,7 +87,7 @@ __global__ void __launch_bounds__(THREADS) rms_norm_scalar(const Params p) {
   for (int i = threadIdx.x; i < p.width; i += THREADS) {
     squares = fmaf(to_f32(x[i]), to_f32(x[i]), squares);
   }
-  const float scale = rsqrtf(block_sum<THREADS>(squares, partial) / static_cast<float>(p.width) + p.eps);
+  const float scale = norm_scale(squares, p.width, p.eps, partial);
   for (int i = threadIdx.x; i < p.width; i += THREADS) {
     out[i] = from_f32<Out>(to_f32(x[i]) * scale * to_f32(weight[i]));
   }

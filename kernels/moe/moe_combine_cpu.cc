@@ -31,6 +31,9 @@ void moe_combine_cpu(const MoeCombineArgs& args, Stream& stream) {
       to[i] += sum;
     }
   });
+  if (args.normed.data != nullptr) {
+    rms_norm_cpu(combine_norm(args), stream);
+  }
 }
 
 }  // namespace moelora

@@ -72,7 +72,12 @@ namespace moelora {
 HWY_EXPORT(combine_dispatch);
 
 void moe_combine_simd(const MoeCombineArgs& args, Stream& stream) {
-  HWY_DYNAMIC_DISPATCH(combine_dispatch)(args, stream);
+  MoeCombineArgs sums = args;
+  sums.normed = {};
+  HWY_DYNAMIC_DISPATCH(combine_dispatch)(sums, stream);
+  if (args.normed.data != nullptr) {
+    rms_norm_simd(combine_norm(args), stream);
+  }
 }
 
 }  // namespace moelora

@@ -37,7 +37,9 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
   norm.num_rows = input.num_rows;
   norm.width = config_.hidden_size;
   norm.out = workspace.normed;
-  kernels_.rms_norm(norm, stream);
+  if (layer == 0 || config_.layer_is_moe[static_cast<size_t>(layer) - 1] == 0) {  // else moe_combine did it
+    kernels_.rms_norm(norm, stream);
+  }
 
   LinearArgs qkv = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   qkv.num_parts = 3;

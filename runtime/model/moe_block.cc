@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // h += FFN(norm(h)): a dense SwiGLU MLP, or router, sort by (expert, adapter), gate_up, down, combine, and the
-// shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op.
+// shared expert of Qwen2-MoE. Every linear takes its adapter's delta inside its op; combine leaves the next layer's
+// normed input, too.
 #include "runtime/model/model.h"
 #include "runtime/model/router_gap.h"
 
@@ -53,7 +54,7 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   kernels_.linear(down, stream);
 }
 
-void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
@@ -61,16 +62,21 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   kernels_.linear(router, stream);
 
-  kernels_.router_topk({workspace.router_logits, input.num_rows, config_.num_experts, config_.top_k,
-                        RouterScore::kSoftmax, config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights},
-                       stream);
+  MoeRouteArgs args;
+  args.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
+               RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
+  args.row_slot = input.lora == nullptr ? nullptr : input.lora->row_slot;
+  args.order = workspace.order;
+  kernels_.moe_route(args, stream);
   if (input.router_gaps != nullptr) {
     narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
                        config_.top_k, input.router_gaps);
   }
-  kernels_.moe_sort({workspace.expert_ids, input.lora == nullptr ? nullptr : input.lora->row_slot, input.num_rows,
-                     config_.top_k, config_.num_experts, workspace.order},
-                    stream);
+}
+
+void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+  const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
+  route(input, layer, workspace, stream);
 
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;
@@ -118,6 +124,11 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
     combine.shared_gate = workspace.shared_gate;
   }
   combine.hidden = workspace.hidden;
+  if (layer + 1 < config_.num_layers) {
+    combine.norm_weight = weights_.layers[static_cast<size_t>(layer) + 1].input_norm;
+    combine.norm_eps = config_.rms_norm_eps;
+    combine.normed = workspace.normed;
+  }
   kernels_.moe_combine(combine, stream);
 }
 

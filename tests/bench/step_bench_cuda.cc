@@ -88,6 +88,7 @@ Kernels timed_kernels() {
     recorder->around("router_topk", router_topk_cuda, a, s);
   };
   table.moe_sort = [](const MoeSortArgs& a, Stream& s) { recorder->around("moe_sort", moe_sort_cuda, a, s); };
+  table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around("moe_route", moe_route_cuda, a, s); };
   table.moe_gate_up = [](const MoeGateUpArgs& a, Stream& s) {
     recorder->around("moe_gate_up", moe_gate_up_cuda, a, s);
   };

@@ -150,6 +150,8 @@ TEST_CASE("no op allocates") {
     const MoeSortArgs sort = {layer.moe.choice.data(), layer.moe.lora->row_slot, kRows, kTopK, kExperts,
                               layer.moe.order.view()};
     CHECK(second_run([&] { kernels->moe_sort(sort, stream); }) == 0);
+    const MoeRouteArgs route = {router, sort.row_slot, sort.order};
+    CHECK(second_run([&] { kernels->moe_route(route, stream); }) == 0);
     const MoeGateUpArgs gate_up = layer.gate_up();
     CHECK(second_run([&] { kernels->moe_gate_up(gate_up, stream); }) == 0);
     const MoeDownArgs down = layer.down();

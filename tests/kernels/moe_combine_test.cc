@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// moe_combine against the weighted sum in double, with and without a shared expert and its gate, and invariant to
-// neighbours.
+// moe_combine against the weighted sum in double, with and without a shared expert and its gate, invariant to
+// neighbours, and with a norm of the result.
 #include "kernels/moe/moe_combine.h"
 
 #include <cmath>
@@ -11,6 +11,7 @@
 #include "tests/support/draw.h"
 #include "tests/support/moe_order.h"
 #include "tests/support/poison.h"
+#include "tests/support/stored_matrix.h"
 
 using namespace moelora;
 using namespace moelora::test;
@@ -37,6 +38,12 @@ struct CombineCase {
   // Rows [first, first + count).
   std::vector<float> run(const Kernels& kernels, Stream& stream, int32_t first, int32_t count) {
     const PoisonedRows out(num_rows, width, hidden);
+    kernels.moe_combine(args_for(out, first, count), stream);
+    CHECK(out.padding_intact());
+    return {out.row(first), out.row(first) + count * out.view().stride};
+  }
+
+  MoeCombineArgs args_for(const PoisonedRows& out, int32_t first, int32_t count) {
     MoeCombineArgs args;
     args.down = down.view();
     args.weights = weights.data() + first * top_k;
@@ -52,9 +59,7 @@ struct CombineCase {
       args.shared_gate = shared_gate.view_from(first);
     }
     args.hidden = out.view_from(first);
-    kernels.moe_combine(args, stream);
-    CHECK(out.padding_intact());
-    return {out.row(first), out.row(first) + count * out.view().stride};
+    return args;
   }
 
   [[nodiscard]] double expected(int32_t t, int32_t i) const {
@@ -113,6 +118,33 @@ TEST_CASE("a row of moe_combine has the same bits alone") {
     const size_t stride = all.size() / 10;
     for (int32_t t = 0; t < 10; ++t) {
       CHECK(same_bits(test.run(*kernels, stream, t, 1).data(), all.data() + static_cast<size_t>(t) * stride, 100));
+    }
+  }
+}
+
+TEST_CASE("moe_combine with a norm gives the bits of rms_norm after it") {
+  Stream stream(2, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const Dtype dtype : kAllDtypes) {
+      for (const int32_t num_rows : {0, 1, 11}) {
+        INFO(kernels->name << " " << dtype_name(dtype) << " T=" << num_rows);
+        constexpr int32_t kWidth = 70;
+        CombineCase test(num_rows, 4, kWidth, true, true);
+        const StoredMatrix weight(1, kWidth, dtype, test.draw);
+        const PoisonedRows sums(num_rows, kWidth, test.hidden);
+        kernels->moe_combine(test.args_for(sums, 0, num_rows), stream);
+        const PoisonedRows expected(num_rows, kWidth);
+        kernels->rms_norm({sums.view(), nullptr, weight.view(), 1e-5f, num_rows, kWidth, expected.view()}, stream);
+        const PoisonedRows out(num_rows, kWidth, test.hidden);
+        const PoisonedRows normed(num_rows, kWidth);
+        MoeCombineArgs args = test.args_for(out, 0, num_rows);
+        args.norm_weight = weight.view();
+        args.norm_eps = 1e-5f;
+        args.normed = normed.view();
+        kernels->moe_combine(args, stream);
+        CHECK((same_bits(out.values(), sums.values()) && same_bits(normed.values(), expected.values())));
+        CHECK((out.padding_intact() && normed.padding_intact()));
+      }
     }
   }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_combine_cuda against the weighted sum in double, with and without a shared expert and its gate, from bf16 and
-// fp32 results, at widths and strides that fit no vector, and invariant to neighbours. Without a GPU it says that it
-// was skipped.
+// fp32 results, at widths and strides that fit no vector, invariant to neighbours, and with a norm of the result
+// against rms_norm_cuda, bit for bit. Without a GPU it says that it was skipped.
 #include "kernels/moe/moe_combine.h"
 
 #include <cmath>
@@ -9,6 +9,7 @@
 #include "tests/support/compare.h"
 #include "tests/support/device_rows.h"
 #include "tests/support/moe_order.h"
+#include "tests/support/stored_matrix.h"
 
 using namespace moelora;
 using namespace moelora::test;
@@ -32,8 +33,10 @@ struct CombineCase {
         down(int64_t{rows} * choices, columns, dtype, down_in, columns == 64 ? columns + 2 : 0),
         shared(rows, columns, Dtype::kF32, shared_in),
         gate(rows, 1, Dtype::kF32, gate_in),
-        weights(weights_in) {
+        weights(weights_in),
+        position(weights_in.size() * 4) {
     order.fill(draw_choices(draw, rows, choices, 64), {}, choices);
+    position.write(order.pair_position.data(), position.size());
     if (dtype == Dtype::kBf16) {
       down_in = rounded_to_bf16(down_in);
     }
@@ -42,7 +45,13 @@ struct CombineCase {
   // Rows [first, first + count) of hidden after the op.
   std::vector<float> run(int32_t first, int32_t count) const {
     const DeviceRows out(num_rows, width, Dtype::kF32, hidden_in);
-    const DeviceBuffer position(order.pair_position);
+    moe_combine_cuda(args_for(out, first, count), *gpu()->stream);
+    CHECK(out.padding_intact());
+    const std::vector<float> all = out.values();
+    return {all.begin() + first * width, all.begin() + (first + count) * width};
+  }
+
+  [[nodiscard]] MoeCombineArgs args_for(const DeviceRows& out, int32_t first, int32_t count) const {
     MoeCombineArgs args;
     args.down = down.view();
     args.weights = weights.as<float>() + first * top_k;
@@ -57,10 +66,7 @@ struct CombineCase {
       args.shared_gate = gate.view_from(first);
     }
     args.hidden = out.view_from(first);
-    moe_combine_cuda(args, *gpu()->stream);
-    CHECK(out.padding_intact());
-    const std::vector<float> all = out.values();
-    return {all.begin() + first * width, all.begin() + (first + count) * width};
+    return args;
   }
 
   [[nodiscard]] std::vector<double> expected() const {
@@ -88,8 +94,33 @@ struct CombineCase {
   MoeOrderArrays order;
   bool has_shared, has_gate;
   DeviceRows down, shared, gate;
-  DeviceBuffer weights;
+  DeviceBuffer weights, position;
 };
+
+// One launch where the rows allow it, else two: both must give what the two ops give one after the other.
+void check_norm(const CombineCase& test, Dtype weight_dtype, Dtype normed_dtype, int32_t normed_stride = 0) {
+  const auto [rows, width] = std::pair(test.num_rows, test.width);
+  Draw draw(92);
+  const StoredMatrix weight(1, width, weight_dtype, draw);
+  const DeviceBuffer weight_device(weight.data(), static_cast<size_t>(width) * dtype_bytes(weight_dtype));
+  const Weight stored = {weight_device.data(), weight_dtype, 1, width};
+  const DeviceRows sums(rows, width, Dtype::kF32, test.hidden_in);
+  moe_combine_cuda(test.args_for(sums, 0, rows), *gpu()->stream);
+  const DeviceRows expected(rows, width, normed_dtype, normed_stride);
+  rms_norm_cuda({sums.view(), nullptr, stored, 1e-5f, rows, width, expected.view()}, *gpu()->stream);
+  for (int run = 0; run < 2; ++run) {
+    const DeviceRows out(rows, width, Dtype::kF32, test.hidden_in);
+    const DeviceRows normed(rows, width, normed_dtype, normed_stride);
+    MoeCombineArgs args = test.args_for(out, 0, rows);
+    args.norm_weight = stored;
+    args.norm_eps = 1e-5f;
+    args.normed = normed.view();
+    moe_combine_cuda(args, *gpu()->stream);
+    CHECK(same_bits(out.values(), sums.values()));
+    CHECK(same_bits(normed.values(), expected.values()));
+    CHECK((out.padding_intact() && normed.padding_intact()));
+  }
+}
 
 }  // namespace
 
@@ -123,6 +154,31 @@ TEST_CASE("a row of moe_combine_cuda has the same bits alone") {
     CHECK(same_bits(all, test.run(0, 10)));
     for (int32_t t = 0; t < 10; ++t) {
       CHECK(same_bits(test.run(t, 1).data(), all.data() + t * width, static_cast<size_t>(width)));
+    }
+  }
+}
+
+TEST_CASE("moe_combine_cuda with a norm gives the bits of rms_norm_cuda after it") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16}) {
+    for (const int32_t top_k : {2, 4, 8, 10}) {
+      for (const int32_t width : {4, 33, 64, 1000, 2048, 2052, 2880, 4096, 4100}) {
+        for (const int32_t num_rows : {1, 5}) {
+          INFO(dtype_name(dtype) << " K=" << top_k << " H=" << width << " T=" << num_rows);
+          check_norm(CombineCase(num_rows, top_k, width, dtype, (top_k + width) % 3), Dtype::kBf16, dtype);
+        }
+      }
+    }
+  }
+  for (const Dtype weight_dtype : {Dtype::kF32, Dtype::kF16, Dtype::kBf16}) {
+    for (const Dtype normed_dtype : {Dtype::kF32, Dtype::kBf16}) {
+      for (const int shared : {0, 1, 2}) {
+        INFO("weight " << dtype_name(weight_dtype) << " normed " << dtype_name(normed_dtype) << " shared " << shared);
+        check_norm(CombineCase(6, 4, 2880, Dtype::kBf16, shared), weight_dtype, normed_dtype);
+        check_norm(CombineCase(6, 4, 2880, Dtype::kBf16, shared), weight_dtype, normed_dtype, 2881);
+      }
     }
   }
 }
