@@ -266,8 +266,9 @@ void launch(Params& p, const CudaStream& state) {
   check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              "shared memory of lora_shrink");
   const int columns = p.num_modules * std::max(p.rank_stride / kTileRanks, 1);
-  // As many blocks as run at once, so that the next kernel need not wait for more to begin.
-  const int segments = std::clamp(kBlocksPerSm * state.num_sms / columns, 1, p.max_segments);
+  // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
+  const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
+  const int segments = std::clamp(blocks_max / columns, 1, p.max_segments);
   launch_dependent(lora_shrink_rows<EXPERTS>, dim3(static_cast<unsigned>(columns), static_cast<unsigned>(segments)),
                    kThreads, static_cast<size_t>(shared), state, p);
   check_launch("lora_shrink");
