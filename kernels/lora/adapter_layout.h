@@ -181,6 +181,8 @@ struct AdapterTable {
 // The adapters of the rows of one batch. Null in an op's args, or num_rows == 0: no LoRA work at all.
 // rows sorted by slot: segment s is sorted_rows[segment_begin[s] .. segment_begin[s+1]), all in
 // segment_slot[s] (> 0).
+// Kernels read entries of segments side by side with their number: there is room for num_rows of the batch (and one
+// more of segment_begin), whatever stands there.
 struct LoraBatch {
   AdapterTable table;
   const int32_t* row_slot = nullptr;       // [T] 0 = base

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_shrink on CUDA. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh, by rows. Many:
-// kernels/lora/lora_shrink_segments.cuh, by the segments of rows of one adapter.
+// lora_shrink on CUDA, by the segments of rows of one adapter. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh, a
+// panel of ranks a block. Many: kernels/lora/lora_shrink_segments.cuh, tiles of rows and ranks.
 #include "kernels/lora/lora_shrink_cuda.h"
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@
 namespace moelora {
 namespace {
 
-// Up to here rows are taken without their segments.
+// Up to here a block takes a panel of ranks.
 constexpr int64_t FEW_ROWS = 64;
 constexpr int64_t FEW_PAIRS = 1024;
 
@@ -52,8 +52,11 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   }
   if (args.num_rows <= FEW_ROWS) {
     auto p = common_params<shrink_rows::Params>(args);
-    p.row_slot = args.lora->row_slot;
-    p.count = args.num_rows;
+    p.segment_begin = args.lora->segment_begin;
+    p.segment_slot = args.lora->segment_slot;
+    p.num_segments = args.lora->counts + 1;
+    p.max_segments = args.num_rows;
+    p.rows = args.lora->sorted_rows;
     shrink_rows::launch<false>(p, cuda_state(stream));
     return;
   }
@@ -72,13 +75,13 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   }
   const int64_t pairs = static_cast<int64_t>(args.num_rows) * args.top_k;
   if (pairs <= FEW_PAIRS) {
-    MOELORA_ASSERT(args.num_experts <= shrink_rows::kMaxExperts);
     auto p = common_params<shrink_rows::Params>(args);
-    p.row_slot = args.lora->row_slot;
-    p.pair_row = args.order.pair_row;
-    p.expert_begin = args.order.expert_begin;
-    p.num_experts = args.num_experts;
-    p.count = static_cast<int>(pairs);
+    p.segment_begin = args.order.segment_begin;
+    p.segment_slot = args.order.segment_slot;
+    p.segment_expert = args.order.segment_expert;
+    p.num_segments = args.order.num_segments;
+    p.max_segments = static_cast<int>(pairs);
+    p.rows = args.order.pair_row;
     p.x_by_position = args.x_sorted;
     shrink_rows::launch<true>(p, cuda_state(stream));
     return;

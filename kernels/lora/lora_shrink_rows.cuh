@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_shrink for few rows or pairs, without segments: from a row to its slot to its record to A, no more dependent
-// accesses than that. Each warp looks at a tile of 32 positions at once and finds the groups of equal slot (and
-// expert); a block takes groups of the tile in turn, one module, and panels of 8 ranks in turn. Its 8 warps split K
-// into contiguous ranges of 64-input blocks, A streams from the pool into registers, and the warps' sums are added in
-// warp order. Where there are few items a panel is a block of its own; where there are many, blocks take several panels
-// after one look-up. Limited by latency for few groups, by reading A for many.
+// lora_shrink for few rows or pairs: a block takes one panel of 8 ranks of one module for the rows of one adapter (and
+// expert), so that A is read once however many these are. Its 8 warps split K into contiguous ranges of 64-input
+// blocks; a warp asks for all of its range at once, holds it in shared memory for 16 rows after 16, and the warps' sums
+// are added in warp order. For dense linears everything but x is there since the step began, so A is on its way before
+// this kernel waits for x. Limited by latency: segment, record, A for the experts, x alone for dense linears.
 // Included by lora_shrink_cuda.cu.
 #pragma once
 
@@ -13,18 +12,18 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
-#include "kernels/moe/moe_sort.h"
 
 namespace moelora::shrink_rows {
 
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-constexpr int kTile = 32;  // positions
-constexpr int kMaxExperts = 1024;
+constexpr int kTokens = 16;  // rows at once
+constexpr int kHeldMax = 8;  // blocks of 64 inputs whose A a warp holds
 
 struct Params {
   AdapterTable table;
@@ -34,88 +33,160 @@ struct Params {
   int layer;
   int modules[3];
   int num_modules;
-  const int32_t* row_slot;
+  const int32_t* segment_begin;
+  const int32_t* segment_slot;
+  const int32_t* segment_expert;  // experts only
+  const int32_t* num_segments;
+  int max_segments;
+  const int32_t* rows;  // row of the batch at each position of the segments
   const float* row_scale;
-  const int32_t* pair_row;      // experts only
-  const int32_t* expert_begin;  // experts only
-  int num_experts;
-  int count;  // positions: rows or sorted pairs
-  bool x_by_position;
   float* out;  // [count, num_modules, rank_stride]
   int rank_stride;
+  bool x_by_position;
+  int held;  // blocks whose A a warp holds
 };
 
-// Up to 32 positions of one slot (and expert) and one module; lane i has what belongs to the i-th of them.
-struct Group {
-  int rank;
-  float scale;  // record's
-  int a;
-  int4 a_pages;
+// One panel of one adapter, and the rows that use it.
+struct Work {
+  int begin;  // positions
+  int end;
   int slot;
   int module;  // of the batch's modules
+  int panel;
+  int rank;  // 0: nothing to do
+  float scale;
+  int a;
+  int4 a_pages;
+};
+// Up to kTokens of its positions; lane i has the i-th.
+struct Tokens {
   int count;
-  int position;
-  float row_scale;
-  const __nv_bfloat16* x;
+  int row;
+  float scale;  // of the row
 };
 
-// Place of the n-th lowest set bit; 0 if there are not so many.
-__device__ __forceinline__ int nth_bit(unsigned bits, int n) {
-  for (int i = 0; i < n; ++i) {
-    bits &= bits - 1;
+// Segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
+template <bool EXPERTS>
+__device__ __forceinline__ Work find_work(const Params& p, int segment, int module, int panel, bool& ended) {
+  Work work;
+  const int num_segments = __ldcg(p.num_segments);
+  work.begin = __ldcg(p.segment_begin + segment);
+  work.end = __ldcg(p.segment_begin + segment + 1);
+  work.slot = __ldcg(p.segment_slot + segment);
+  const int expert = EXPERTS ? __ldcg(p.segment_expert + segment) : 0;
+  work.module = module;
+  work.panel = panel;
+  work.rank = 0;
+  ended = segment >= num_segments;
+  if (!ended && work.slot != 0) {
+    const ResolvedLora* record;
+    if constexpr (EXPERTS) {
+      record = p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module]));
+    } else {
+      record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module]));
+    }
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(record));  // rank, scale, a, b
+    work.a_pages = __ldcg(reinterpret_cast<const int4*>(record->a_pages));
+    work.rank = head.x;
+    work.scale = __int_as_float(head.y);
+    work.a = head.z;
   }
-  return bits != 0 ? __ffs(static_cast<int>(bits)) - 1 : 0;
+  return work;
 }
 
-// acc += A x of one panel over the 64-input blocks [begin, end), 8 NT tokens.
-template <int NT, int UNROLL>
-__device__ __forceinline__ void multiply(const Params& p, const Group& group, int panel, int begin, int end,
-                                         float (&acc)[NT][4]) {
+__device__ __forceinline__ Tokens find_tokens(const Params& p, const Work& work, int first) {
   const int lane = threadIdx.x % 32;
-  const int t = lane % 4;
-  const int offset = t * 128 + lane / 4 * 16;  // of this lane's first chunk in a tile
+  Tokens tokens;
+  tokens.count = min(work.end - first, kTokens);
+  tokens.row = lane < tokens.count ? __ldcg(p.rows + first + lane) : 0;
+  tokens.scale = lane < tokens.count ? __ldcg(p.row_scale + tokens.row) : 0.0f;
+  return tokens;
+}
+
+// Asks for the panel's blocks [base, min(base + p.held, end)) into this warp's `stage`. A lane finds there what it
+// copied itself: its chunks t and t + 4 of rank g of a block.
+__device__ __forceinline__ void load_panel(const Params& p, const Work& work, int base, int end, std::byte* stage) {
+  const int lane = threadIdx.x % 32;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  const __nv_bfloat16* x[NT];
-#pragma unroll
-  for (int j = 0; j < NT; ++j) {
-    const auto row = __shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(group.x), 8 * j + lane / 4);
-    x[j] = 8 * j + lane / 4 < group.count ? reinterpret_cast<const __nv_bfloat16*>(row) : nullptr;
+  const int count = min(p.held, end - base);
+  unsigned long long granule = 0;  // lane i finds the i-th
+  if (lane < count) {
+    granule = reinterpret_cast<unsigned long long>(
+        paged_granule(p.table, work.slot, work.a, work.a_pages, work.panel * blocks + base + lane));
   }
-  for (int base = begin; base < end; base += UNROLL) {
-    uint4 a[UNROLL][2];
+  for (int u = 0; u < count; ++u) {
+    const auto* tile =
+        reinterpret_cast<const std::byte*>(__shfl_sync(0xffffffffu, granule, u)) + lane % 4 * 128 + lane / 4 * 16;
+    std::byte* to = stage + u * kGranuleBytes + lane * 16;
+    async_copy16(to, tile);
+    async_copy16(to + 512, tile + 512);
+  }
+  async_commit();
+}
+
+// acc += A x over the blocks [base, end) that `stage` holds. x[j]: the row of token 8 j + lane / 4, null = none.
+template <int NT>
+__device__ __forceinline__ void multiply(const Params& p, const std::byte* stage, int base, int end,
+                                         const __nv_bfloat16* const (&x)[NT], float (&acc)[NT][4]) {
+  constexpr int kTogether = NT == 1 ? 6 : 2;  // blocks whose x is in flight at once
+  const int lane = threadIdx.x % 32;
+  for (int first = base; first < end; first += kTogether) {
+    uint4 values[kTogether * 2][NT];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      a[u][0] = a[u][1] = zero_chunk();
-      if (base + u < end) {
-        const std::byte* tile =
-            paged_granule(p.table, group.slot, group.a, group.a_pages, panel * blocks + base + u) + offset;
-        a[u][0] = load_streaming(tile);
-        a[u][1] = load_streaming(tile + 512);
+    for (int i = 0; i < kTogether * 2; ++i) {
+      const int column = (first + i / 2) * kTileColumns + lane % 4 * 8 + i % 2 * 32;
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        values[i][j] = zero_chunk();
+        if (first + i / 2 < end && column < p.k && x[j] != nullptr) {
+          values[i][j] = *reinterpret_cast<const uint4*>(x[j] + column);
+        }
       }
     }
+    async_wait<0>();  // A is there
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const uint4 none[2] = {zero_chunk(), zero_chunk()};
-      mma_block<NT>(acc, a[u], none, x, (base + u) * kTileColumns + t * 8, base + u < end, p.k);
+    for (int i = 0; i < kTogether * 2; ++i) {
+      if (first + i / 2 < end) {
+        const uint4 a =
+            *reinterpret_cast<const uint4*>(stage + (first - base + i / 2) * kGranuleBytes + i % 2 * 512 + lane * 16);
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          mma_chunk(acc[j], a, zero_chunk(), values[i][j]);
+        }
+      }
     }
   }
 }
 
-// One panel of a group: sums of the warps in warp order, times the row's scale. Called by the whole block.
-template <int NT, int UNROLL>
-__device__ __forceinline__ void shrink_panel(const Params& p, const Group& group, int panel, float* partial) {
+// The rows of `tokens`, from position `first` on: sums of the warps in warp order, times the row's scale. Called by the
+// whole block; `held` is the first block whose A is in this warp's `stage`.
+template <bool EXPERTS, int NT>
+__device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work, const Tokens& tokens, int first,
+                                              std::byte* stage, int& held, float* partial) {
   constexpr int kElements = NT * 64;  // [group of 8 tokens][register][lane]; registers 2 and 3 are of no rank
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  float acc[NT][4] = {};
-  multiply<NT, UNROLL>(p, group, panel, warp * blocks / kWarps, (warp + 1) * blocks / kWarps, acc);
+  const int end = (warp + 1) * blocks / kWarps;
+  const __nv_bfloat16* x[NT];
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      partial[warp * kElements + (j * 2 + i) * 32 + lane] = acc[j][i];
+    const int token = 8 * j + lane / 4;
+    const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
+    x[j] = token < tokens.count ? p.x + (p.x_by_position ? int64_t{first} + token : row) * p.x_stride : nullptr;
+  }
+  float acc[NT][4] = {};
+  for (int base = warp * blocks / kWarps; base < end; base += p.held) {
+    if (base != held) {
+      load_panel(p, work, base, end, stage);
+      held = base;
     }
+    multiply<NT>(p, stage, base, min(base + p.held, end), x, acc);
+  }
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    partial[warp * kElements + j * 64 + lane] = acc[j][0];
+    partial[warp * kElements + j * 64 + 32 + lane] = acc[j][1];
   }
   __syncthreads();                                           // all warps' sums are there
   for (int e = threadIdx.x; e < kElements; e += kThreads) {  // by whole warps
@@ -125,98 +196,81 @@ __device__ __forceinline__ void shrink_panel(const Params& p, const Group& group
       sum += partial[w * kElements + e];
     }
     const int token = e / 64 * 8 + 2 * (lane % 4) + e / 32 % 2;
-    const int rank = panel * kTileRanks + lane / 4;
-    const int64_t position = __shfl_sync(0xffffffffu, group.position, token);
-    const float scale = __shfl_sync(0xffffffffu, group.row_scale, token) * group.scale;
-    if (token < group.count) {
-      p.out[(position * p.num_modules + group.module) * p.rank_stride + rank] =
-          rank < group.rank && scale != 0.0f ? sum * scale : 0.0f;
+    const int rank = work.panel * kTileRanks + lane / 4;
+    const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
+    const float scale = __shfl_sync(0xffffffffu, tokens.scale, token) * work.scale;
+    if (token < tokens.count) {
+      const int64_t at = EXPERTS ? int64_t{first} + token : row;
+      p.out[(at * p.num_modules + work.module) * p.rank_stride + rank] =
+          rank < work.rank && scale != 0.0f ? sum * scale : 0.0f;
     }
   }
-  __syncthreads();  // read before the next panel's sums are written
+  __syncthreads();  // read before the next sums are written
 }
 
-__device__ __forceinline__ void shrink_group(const Params& p, Group& group, const ResolvedLora* record,
-                                             float* partial) {
-  const int4 head = *reinterpret_cast<const int4*>(record);  // rank, scale, a, b
-  group.a_pages = *reinterpret_cast<const int4*>(record->a_pages);
-  group.rank = head.x;
-  group.scale = __int_as_float(head.y);
-  group.a = head.z;
-  const int panels = (group.rank + kTileRanks - 1) / kTileRanks;
-  const int panel_blocks = static_cast<int>(gridDim.x) / p.num_modules;
-  for (int panel = static_cast<int>(blockIdx.x) % panel_blocks; panel < panels; panel += panel_blocks) {
-    if (group.count <= 8) {
-      shrink_panel<1, 4>(p, group, panel, partial);
-    } else if (group.count <= 16) {
-      shrink_panel<2, 2>(p, group, panel, partial);
-    } else {
-      shrink_panel<4, 2>(p, group, panel, partial);
-    }
-  }
-}
-
-// Grid: x = module, block of its panels; y = groups of a tile in turn; z = tile.
+// Grid: x = module and panel; y = segments in turn.
 template <bool EXPERTS>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
-  __shared__ float partial[kWarps * 4 * 64];
-  __shared__ int expert_begin[EXPERTS ? kMaxExperts : 1];
-  wait_for_previous();
-  let_next_start();
-  const int lane = threadIdx.x % 32;
-  const int position = static_cast<int>(blockIdx.z) * kTile + lane;
-  int row = position < p.count ? position : -1;
-  int expert = 0;
-  if constexpr (EXPERTS) {
-    row = row >= 0 ? p.pair_row[position] : -1;
-    for (int e = threadIdx.x; e < p.num_experts; e += kThreads) {
-      expert_begin[e] = p.expert_begin[e];
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ float partial[kWarps * kTokens * 8];
+  std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + threadIdx.x / 32 * p.held * kGranuleBytes;
+  bool waited = EXPERTS;
+  if (EXPERTS) {  // an earlier kernel of the step found the segments
+    wait_for_previous();
+    let_next_start();
+  }
+  const int panels = static_cast<int>(gridDim.x) / p.num_modules;
+  const int module = static_cast<int>(blockIdx.x) / panels;
+  const int panel = static_cast<int>(blockIdx.x) % panels;
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  const int warp = threadIdx.x / 32;
+  for (int segment = static_cast<int>(blockIdx.y); segment < p.max_segments; segment += static_cast<int>(gridDim.y)) {
+    bool ended;
+    const Work work = find_work<EXPERTS>(p, segment, module, panel, ended);
+    if (ended) {
+      break;
+    }
+    if (panel * kTileRanks >= work.rank) {
+      continue;
+    }
+    int held = warp * blocks / kWarps;
+    Tokens tokens = find_tokens(p, work, work.begin);
+    load_panel(p, work, held, (warp + 1) * blocks / kWarps, stage);
+    if (!waited) {
+      wait_for_previous();
+      let_next_start();
+      waited = true;
+    }
+    for (int first = work.begin; first < work.end; first += kTokens) {
+      if (first != work.begin) {
+        tokens = find_tokens(p, work, first);
+      }
+      if (tokens.count <= 8) {
+        shrink_tokens<EXPERTS, 1>(p, work, tokens, first, stage, held, partial);
+      } else {
+        shrink_tokens<EXPERTS, 2>(p, work, tokens, first, stage, held, partial);
+      }
     }
   }
-  const int slot = row >= 0 ? p.row_slot[row] : 0;
-  const float row_scale = row >= 0 ? p.row_scale[row] : 0.0f;
-  if constexpr (EXPERTS) {
-    __syncthreads();  // expert_begin is there
-    expert = row >= 0 ? expert_at(expert_begin, p.num_experts, position) : 0;
-  }
-  const unsigned same_slot = __match_any_sync(0xffffffffu, slot);
-  const unsigned same = EXPERTS ? same_slot & __match_any_sync(0xffffffffu, expert) : same_slot;
-  const unsigned leaders = __ballot_sync(0xffffffffu, slot != 0 && __ffs(static_cast<int>(same)) - 1 == lane);
-  const int num_groups = __popc(leaders);
-  Group group;
-  group.module = static_cast<int>(blockIdx.x) / (static_cast<int>(gridDim.x) / p.num_modules);
-  for (int nth = static_cast<int>(blockIdx.y); nth < num_groups; nth += static_cast<int>(gridDim.y)) {
-    const int leader = nth_bit(leaders, nth);
-    group.slot = __shfl_sync(0xffffffffu, slot, leader);
-    const int group_expert = __shfl_sync(0xffffffffu, expert, leader);
-    const ResolvedLora* record;
-    if constexpr (EXPERTS) {
-      record = p.table.resolved_expert(group.slot, p.layer, group_expert,
-                                       static_cast<ExpertModule>(p.modules[group.module]));
-    } else {
-      record = p.table.resolved_dense(group.slot, p.layer, static_cast<LoraModule>(p.modules[group.module]));
-    }
-    const unsigned members = __shfl_sync(0xffffffffu, same, leader);
-    group.count = __popc(members);
-    const int source = nth_bit(members, lane);
-    group.position = __shfl_sync(0xffffffffu, position, source);
-    group.row_scale = __shfl_sync(0xffffffffu, row_scale, source);
-    const int64_t source_row = __shfl_sync(0xffffffffu, row, source);
-    group.x = p.x + (p.x_by_position ? group.position : source_row) * p.x_stride;
-    shrink_group(p, group, record, partial);
+  if (!waited) {  // its end must mean that all before it has ended
+    wait_for_previous();
+    let_next_start();
   }
 }
 
 template <bool EXPERTS>
-void launch(const Params& p, const CudaStream& state) {
-  const int tiles = (p.count + kTile - 1) / kTile;
-  const int groups = std::min(p.count, EXPERTS ? kTile : kTile / 2);
-  const int panels = std::max(p.rank_stride / kTileRanks, 1);
-  // About as many blocks as run in a few rounds: beyond, several panels share a look-up.
-  const int panel_blocks = std::clamp(16 * state.num_sms / (tiles * groups * p.num_modules), 1, panels);
-  const dim3 grid(static_cast<unsigned>(p.num_modules * panel_blocks), static_cast<unsigned>(groups),
-                  static_cast<unsigned>(tiles));
-  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads, 0, state, p);
+void launch(Params& p, const CudaStream& state) {
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  p.held = std::min((blocks + kWarps - 1) / kWarps, kHeldMax);
+  const int shared = kWarps * p.held * static_cast<int>(kGranuleBytes);
+  check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+             "shared memory of lora_shrink");
+  const int columns = p.num_modules * std::max(p.rank_stride / kTileRanks, 1);
+  // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
+  const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
+  const int segments = std::clamp(blocks_max / columns, 1, p.max_segments);
+  launch_dependent(lora_shrink_rows<EXPERTS>, dim3(static_cast<unsigned>(columns), static_cast<unsigned>(segments)),
+                   kThreads, static_cast<size_t>(shared), state, p);
   check_launch("lora_shrink");
 }
 

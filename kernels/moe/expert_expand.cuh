@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The second half of the experts' deltas for few tokens: all of them at once, before the stream of weights reaches its
-// epilogue, which adds them. A block takes 256 outputs of one pair and module, a thread an output: look-ups of
-// thousands of (pair, output) run side by side instead of one after the other in a warp beside the stream (gpt-oss, 64
-// rows, 8 adapters on an H200: such a warp made gate_up take 347 us instead of 120). Limited by the latency of row,
-// slot, record and B for few pairs, by reading B for many. Fixed order of sums; a pair's delta depends on it alone.
+// The second half of the experts' deltas for few tokens, where kernels/moe/expert_delta.cuh does not compute them
+// whole: all of them at once, before the stream of weights reaches its epilogue, which adds them. A block takes 256
+// outputs of one pair and module, a thread an output: look-ups of thousands of (pair, output) run side by side instead
+// of one after the other in a warp beside the stream (gpt-oss, 64 rows, 8 adapters on an H200: such a warp made gate_up
+// take 347 us instead of 120). Limited by the latency of row, slot, record and B for few pairs, by reading B for many.
+// Fixed order of sums; a pair's delta depends on it alone.
 #pragma once
 
 #include "kernels/cuda/launch.cuh"

@@ -31,7 +31,7 @@ struct ExpertLora {
   const float* shrunk = nullptr;  // [P, modules, rank_stride]; modules are gate and up, or down alone
   int rank_stride = 0;
   int layer = 0;
-  // Few tokens: the deltas themselves (kernels/moe/expert_expand.cuh).
+  // Few tokens: the deltas themselves (kernels/moe/expert_delta.cuh, expert_expand.cuh).
   float* delta = nullptr;      // [P, modules, rows], of pairs and modules that are adapted
   int32_t* adapted = nullptr;  // [P, modules], 0 = not
 };

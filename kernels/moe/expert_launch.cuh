@@ -6,6 +6,7 @@
 
 #include "kernels/lora/lora_shrink_cuda.h"
 #include "kernels/moe/expert_decode.cuh"
+#include "kernels/moe/expert_delta.cuh"
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
@@ -20,10 +21,11 @@ inline bool aligned16(const Rows& rows) {
          rows.stride * static_cast<int64_t>(dtype_bytes(rows.dtype)) % 16 == 0;
 }
 
-// Fills in what both ops have in common, and launches the shrink.
+// Fills in what both ops have in common. Returns the shrink, for the ways that have one; without adapters its `lora` is
+// null.
 template <class Args>
-void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by_pair, const Rows& out,
-                       const ExpertWeights& low, const ExpertWeights& high, Stream& stream) {
+ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by_pair, const Rows& out,
+                                   const ExpertWeights& low, const ExpertWeights& high) {
   const bool tiles = low.format == ExpertFormat::kMxfp4Tiles;
   MOELORA_ASSERT(x.dtype == Dtype::kBf16 && aligned16(x) && out.dtype != Dtype::kF16);
   MOELORA_ASSERT(tiles || (low.format == ExpertFormat::kRows && high.format == ExpertFormat::kRows &&
@@ -47,10 +49,10 @@ void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by
   p.out = out.data;
   p.out_stride = out.stride;
   p.out_f32 = out.dtype == Dtype::kF32;
-  if (args.lora == nullptr) {
-    return;
-  }
   ExpertShrinkArgs shrink;
+  if (args.lora == nullptr) {
+    return shrink;
+  }
   shrink.x = x;
   shrink.x_sorted = x_by_pair;
   shrink.order = args.order;
@@ -69,7 +71,6 @@ void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by
   const size_t floats = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k) *
                         static_cast<size_t>(shrink.num_modules) * static_cast<size_t>(shrink.rank_stride);
   MOELORA_ASSERT(args.scratch_bytes >= floats * sizeof(float) && shrink.rank_stride % 8 == 0);
-  lora_shrink_experts_cuda(shrink, stream);
   p.lora.table = args.lora->table;
   p.lora.row_slot = args.lora->row_slot;
   p.lora.row_scale = args.lora->row_scale;
@@ -83,24 +84,32 @@ void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by
     p.lora.delta = shrink.out + floats;
     p.lora.adapted = reinterpret_cast<int32_t*>(p.lora.delta + pairs * modules * static_cast<size_t>(low.rows));
   }
+  return shrink;
 }
 
 template <bool GATE_UP, class Source, bool TILES>
-void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs, int num_experts,
-                        const CudaStream& state) {
+void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int64_t num_pairs,
+                        int num_experts, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
   const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
                     (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
+    if (shrink.lora != nullptr) {
+      lora_shrink_experts_cuda(shrink, stream);
+    }
     if (path != ExpertPath::kManyTokensMma &&
         launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, max_active, state)) {
       return;
     }
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
-  if (p.lora.row_slot != nullptr) {
+  if (shrink.lora != nullptr) {
     MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
-    launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
+    if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
+      lora_shrink_experts_cuda(shrink, stream);
+      launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
+    }
   }
   if constexpr (TILES) {
     const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
@@ -114,12 +123,12 @@ void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs,
 }
 
 template <bool GATE_UP>
-void launch_expert_format(const ExpertGemm& p, ExpertFormat format, ExpertPath path, int64_t num_pairs, int num_experts,
-                          const CudaStream& state) {
+void launch_expert_format(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertFormat format, ExpertPath path,
+                          int64_t num_pairs, int num_experts, Stream& stream) {
   if (format == ExpertFormat::kMxfp4Tiles) {
-    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, path, num_pairs, num_experts, state);
+    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, shrink, path, num_pairs, num_experts, stream);
   } else {
-    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, path, num_pairs, num_experts, state);
+    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, shrink, path, num_pairs, num_experts, stream);
   }
 }
 

@@ -3,7 +3,8 @@
 // that multiplies the activations with down and adds the expanded LoRA, its bias and the experts' bias in its
 // accumulators. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
 // kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens the deltas are a launch of their own between the two (kernels/moe/expert_expand.cuh).
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
+// shrink and expand (kernels/moe/expert_expand.cuh) are two.
 // H200, as in moe_gate_up_cuda.cu: gpt-oss-20b 1 row 16.0 us for 18 MB, 64 rows 66 us for 94 MB, with 8 adapters 118,
 // 4096 rows 1.35 ms = 201 TFLOP/s; Qwen3-30B-A3B 1 row 14.6 us for 25 MB, 64 rows 121 us for 398 MB = 73 % of the
 // ceiling, with 8 adapters 215 us, 2048 rows 519 us = 99 TFLOP/s.
@@ -18,10 +19,10 @@ void moe_down_cuda_by(ExpertPath path, const MoeDownArgs& args, Stream& stream) 
     return;
   }
   ExpertGemm p;
-  begin_expert_gemm(p, args, args.act, true, args.out, args.down, args.down, stream);
+  const ExpertShrinkArgs shrink = begin_expert_gemm(p, args, args.act, true, args.out, args.down, args.down);
   p.row_tiles = (args.down.rows + 15) / 16;
-  launch_expert_format<false>(p, args.down.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
-                              cuda_state(stream));
+  launch_expert_format<false>(p, shrink, args.down.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
+                              stream);
   check_launch("moe_down");
 }
 

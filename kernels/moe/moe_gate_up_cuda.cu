@@ -4,7 +4,8 @@
 // bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
 // copy of x is never made. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
 // kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens the deltas are a launch of their own between the two (kernels/moe/expert_expand.cuh).
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
+// shrink and expand (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s:
 //   gpt-oss-20b (MXFP4)    1 row 20.6 us for 35 MB; 64 rows, 21 experts 114 us for 188 MB; with 8 adapters of rank 32
 //                          200 us; 1 row with 1 adapter 32 us; 4096 rows 2.67 ms = 203 TFLOP/s
@@ -23,13 +24,14 @@ void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& str
     return;
   }
   ExpertGemm p;
-  begin_expert_gemm(p, args, args.x, false, args.act, args.gate, tiles ? args.gate : args.up, stream);
+  const ExpertShrinkArgs shrink =
+      begin_expert_gemm(p, args, args.x, false, args.act, args.gate, tiles ? args.gate : args.up);
   p.high_bias = args.up.bias;
   p.row_tiles = (args.gate.rows + 7) / 8;
   p.activation = args.activation;
   p.limit = args.limit;
-  launch_expert_format<true>(p, args.gate.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
-                             cuda_state(stream));
+  launch_expert_format<true>(p, shrink, args.gate.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
+                             stream);
   check_launch("moe_gate_up");
 }
 

@@ -103,6 +103,7 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
     }
   }
   check_adapters({20, 8, 512, 48, 48}, Store::kAlternatingRows, 390);
+  check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);  // more groups than a cluster of blocks looks up at once
 }
 
 TEST_CASE("moe_gate_up_cuda with all rows on one expert, each with an adapter of its own") {

@@ -48,8 +48,8 @@ class DeviceAdapters {
     batch_.row_slot = upload(row_slot.data(), row_slot.size());
     batch_.row_scale = upload(row_scale.data(), row_scale.size());
     batch_.sorted_rows = upload(host.sorted_rows, rows);
-    batch_.segment_begin = upload(host.segment_begin, segments + 1);
-    batch_.segment_slot = upload(host.segment_slot, segments);
+    batch_.segment_begin = upload(host.segment_begin, segments + 1, row_slot.size() + 1);
+    batch_.segment_slot = upload(host.segment_slot, segments, row_slot.size());
     const int32_t counts[3] = {host.num_rows, host.num_segments, host.max_rank};
     batch_.counts = upload(counts, 3);
     batch_.num_rows = -1;
@@ -80,9 +80,11 @@ class DeviceAdapters {
     }
   }
 
+  // In `room` entries, the rest poison.
   template <class T>
-  const T* upload(const T* values, size_t count) {
-    arrays_.push_back(std::make_unique<DeviceBuffer>(values, count * sizeof(T)));
+  const T* upload(const T* values, size_t count, size_t room = 0) {
+    arrays_.push_back(std::make_unique<DeviceBuffer>(std::max(count, room) * sizeof(T)));
+    arrays_.back()->write(values, count * sizeof(T));
     return arrays_.back()->as<T>();
   }
 
