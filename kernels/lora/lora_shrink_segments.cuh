@@ -108,6 +108,12 @@ __device__ __forceinline__ bool find_rank_tile(const Params& p, const Item& item
   return false;
 }
 
+// Run `run` of a granule (core matrix run / 8, rank run % 8) in shared memory, in bytes. Lanes of four neighbouring
+// core matrices and two ranks read together, hence the ranks of a core matrix lie turned by twice its number.
+__device__ __forceinline__ int place_of_run(int run) {
+  return 16 * (run ^ (run / 8 % 4 * 2));
+}
+
 // A of an item, on its way to shared memory. In a stage granule (2 tile + half) * kStepBlocks + block is of 8 ranks and
 // 64 inputs; a thread copies 16 bytes each of kCopies granules, and of those kStepBlocks further in the next stage.
 struct PanelCopies {
@@ -149,7 +155,8 @@ struct PanelCopies {
         const int to = 16 * (static_cast<int>(threadIdx.x) + i * kThreads);
         if (to / static_cast<int>(kGranuleBytes) / (2 * kStepBlocks) < num_tiles) {
           const int64_t from = max(at[i], 0) * static_cast<int64_t>(kGranuleBytes) + threadIdx.x % 64 * 16;
-          async_copy16(stage + to, p.table.pool + from, inside && at[i] >= 0);
+          async_copy16(stage + to - threadIdx.x % 64 * 16 + place_of_run(threadIdx.x % 64), p.table.pool + from,
+                       inside && at[i] >= 0);
           if (left > 0 && at[i] >= 0) {
             at[i] += kStepBlocks;
             granule[i] += kStepBlocks;
@@ -202,7 +209,7 @@ using Sums = float[kRankTiles][2][4];
 __device__ __forceinline__ void multiply_block(Sums& acc, const uint4 (&x)[2][2], const std::byte* stage, int block,
                                                int num_tiles) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::byte* const from = stage + block * static_cast<int>(kGranuleBytes) + lane % 4 * 128 + lane / 4 * 16;
+  const std::byte* const from = stage + block * static_cast<int>(kGranuleBytes) + place_of_run(lane % 4 * 8 + lane / 4);
 #pragma unroll
   for (int tile = 0; tile < kRankTiles; ++tile) {
     if (tile < num_tiles) {
