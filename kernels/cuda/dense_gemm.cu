@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // DenseGemm over cuBLASLt, every function of it found by name at run time; its header gives types only. cuBLASLt counts
 // columns first: our row-major out [T, N] is its N x T, x is its K x T, and W [N, K] its K x N to be transposed.
+// A bias of the output's type is added by the product itself, which saves a pass over the output.
 // Sums that several blocks share are added in fp32 in the workspace, in a fixed order; the in-place scheme, whose order
 // is nowhere promised, is not allowed.
 #include "kernels/cuda/dense_gemm.cuh"
@@ -73,11 +74,12 @@ struct Shape {
   int64_t out_stride = 0;
   bool bf16_out = false;
   bool accumulate = false;
+  bool bias = false;
   bool operator==(const Shape&) const = default;
 };
 struct ShapeHash {
   size_t operator()(const Shape& shape) const {
-    uint64_t hash = shape.bf16_out * 2 + shape.accumulate;
+    uint64_t hash = shape.bf16_out * 4 + shape.accumulate * 2 + shape.bias;
     for (const int64_t value : {shape.n, shape.k, shape.rows, shape.x_stride, shape.out_stride}) {
       hash = (hash ^ static_cast<uint64_t>(value)) * 0x9E3779B97F4A7C15ull;
       hash ^= hash >> 29;
@@ -103,8 +105,10 @@ class DenseGemmLt final : public DenseGemm {
         library_.layout_destroy(layout);
       }
     }
-    if (desc_ != nullptr) {
-      library_.desc_destroy(desc_);
+    for (cublasLtMatmulDesc_t desc : {plain_, biased_}) {
+      if (desc != nullptr) {
+        library_.desc_destroy(desc);
+      }
     }
     if (handle_ != nullptr) {
       library_.destroy(handle_);
@@ -120,12 +124,10 @@ class DenseGemmLt final : public DenseGemm {
       cudaGetLastError();
       return false;
     }
-    const cublasOperation_t transposed = CUBLAS_OP_T;
     const size_t workspace = kWorkspaceBytes;
     const uint32_t reduction = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
-    const bool created = library_.desc_create(&desc_, CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS &&
-                         library_.desc_set(desc_, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed) ==
-                             CUBLAS_STATUS_SUCCESS &&
+    const bool created = create_desc(&plain_, CUBLASLT_EPILOGUE_DEFAULT) &&
+                         create_desc(&biased_, CUBLASLT_EPILOGUE_BIAS) &&
                          library_.layout_create(&weight_, CUDA_R_16BF, 1, 1, 1) == CUBLAS_STATUS_SUCCESS &&
                          library_.layout_create(&x_, CUDA_R_16BF, 1, 1, 1) == CUBLAS_STATUS_SUCCESS &&
                          library_.layout_create(&out_, CUDA_R_32F, 1, 1, 1) == CUBLAS_STATUS_SUCCESS &&
@@ -142,30 +144,51 @@ class DenseGemmLt final : public DenseGemm {
     return created;
   }
 
-  [[nodiscard]] bool run(const Weight& weight, const Rows& x, int32_t num_rows, const Rows& out, bool accumulate,
-                         cudaStream_t stream) override {
+  [[nodiscard]] Done run(const Weight& weight, const Weight& bias, const Rows& x, int32_t num_rows, const Rows& out,
+                         bool accumulate, cudaStream_t stream) override {
     const bool aligned = is_aligned(weight.data) && is_aligned(x.data) && is_aligned(out.data);
     if (!aligned || weight.dtype != Dtype::kBf16 || x.dtype != Dtype::kBf16 || out.dtype == Dtype::kF16) {
-      return false;
+      return Done::kNothing;
     }
-    const Shape shape{weight.rows, weight.cols, num_rows, x.stride, out.stride, out.dtype == Dtype::kBf16, accumulate};
+    Shape shape{weight.rows, weight.cols, num_rows, x.stride, out.stride, out.dtype == Dtype::kBf16, accumulate, false};
     if (!set_layouts(shape)) {
-      return false;
+      return Done::kNothing;
     }
+    if (bias.data != nullptr && bias.dtype == out.dtype && is_aligned(bias.data)) {
+      shape.bias = true;
+      if (set(biased_, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias.data) &&
+          multiply(shape, biased_, weight, x, out, stream)) {
+        return Done::kProductAndBias;
+      }
+      shape.bias = false;
+    }
+    return multiply(shape, plain_, weight, x, out, stream) ? Done::kProduct : Done::kNothing;
+  }
+
+ private:
+  bool multiply(const Shape& shape, cublasLtMatmulDesc_t desc, const Weight& weight, const Rows& x, const Rows& out,
+                cudaStream_t stream) {
     const auto found = plans_.find(shape);
-    const Plan plan = found != plans_.end() ? found->second : make_plan(shape);
+    const Plan plan = found != plans_.end() ? found->second : make_plan(shape, desc);
     if (!plan.supported) {
       return false;
     }
     const float one = 1.0f;
-    const float beta = accumulate ? 1.0f : 0.0f;
-    return library_.matmul(handle_, desc_, &one, weight.data, weight_, x.data, x_, &beta, out.data, out_, out.data,
-                           out_, &plan.algo, workspace_, kWorkspaceBytes, stream) == CUBLAS_STATUS_SUCCESS;
+    const float beta = shape.accumulate ? 1.0f : 0.0f;
+    return library_.matmul(handle_, desc, &one, weight.data, weight_, x.data, x_, &beta, out.data, out_, out.data, out_,
+                           &plan.algo, workspace_, kWorkspaceBytes, stream) == CUBLAS_STATUS_SUCCESS;
   }
-
- private:
   static bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % kAlignment == 0; }
 
+  template <class Value>
+  bool set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const Value& value) {
+    return library_.desc_set(desc, attribute, &value, sizeof value) == CUBLAS_STATUS_SUCCESS;
+  }
+  bool create_desc(cublasLtMatmulDesc_t* desc, cublasLtEpilogue_t epilogue) {
+    const cublasOperation_t transposed = CUBLAS_OP_T;
+    return library_.desc_create(desc, CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS &&
+           set(*desc, CUBLASLT_MATMUL_DESC_TRANSA, transposed) && set(*desc, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+  }
   template <class Value>
   bool prefer(cublasLtMatmulPreferenceAttributes_t attribute, const Value& value) {
     return library_.preference_set(preference_, attribute, &value, sizeof value) == CUBLAS_STATUS_SUCCESS;
@@ -186,14 +209,14 @@ class DenseGemmLt final : public DenseGemm {
            set_layout(x_, CUDA_R_16BF, shape.k, shape.rows, shape.x_stride) &&
            set_layout(out_, shape.bf16_out ? CUDA_R_16BF : CUDA_R_32F, shape.n, shape.rows, shape.out_stride);
   }
-  Plan make_plan(const Shape& shape) {
+  Plan make_plan(const Shape& shape, cublasLtMatmulDesc_t desc) {
     if (plans_.size() >= kMaxPlans) {
       plans_.clear();
     }
     cublasLtMatmulHeuristicResult_t result{};
     int count = 0;
     const cublasStatus_t status =
-        library_.heuristic(handle_, desc_, weight_, x_, out_, out_, preference_, 1, &result, &count);
+        library_.heuristic(handle_, desc, weight_, x_, out_, out_, preference_, 1, &result, &count);
     Plan plan;
     plan.supported = status == CUBLAS_STATUS_SUCCESS && count == 1 && result.state == CUBLAS_STATUS_SUCCESS;
     plan.algo = result.algo;
@@ -203,7 +226,8 @@ class DenseGemmLt final : public DenseGemm {
 
   Library library_;
   cublasLtHandle_t handle_ = nullptr;
-  cublasLtMatmulDesc_t desc_ = nullptr;
+  cublasLtMatmulDesc_t plain_ = nullptr;
+  cublasLtMatmulDesc_t biased_ = nullptr;  // its bias is set before each product
   cublasLtMatrixLayout_t weight_ = nullptr;
   cublasLtMatrixLayout_t x_ = nullptr;
   cublasLtMatrixLayout_t out_ = nullptr;

@@ -17,11 +17,13 @@ class DenseGemm {
   // Null if the library is not installed.
   static std::unique_ptr<DenseGemm> create();
   virtual ~DenseGemm() = default;
-  // out[t, n] (+)= sum_k W[n, k] x[t, k]: W and x bf16, out fp32 or bf16, fp32 accumulation. False if cuBLASLt has no
-  // kernel for it. The choice of algorithm depends on the shape alone and is remembered; nothing is allocated once a
-  // shape was seen.
-  [[nodiscard]] virtual bool run(const Weight& weight, const Rows& x, int32_t num_rows, const Rows& out,
-                                 bool accumulate, cudaStream_t stream) = 0;
+  enum class Done { kNothing, kProduct, kProductAndBias };
+  // out[t, n] (+)= sum_k W[n, k] x[t, k] + bias[n]: W and x bf16, out fp32 or bf16, fp32 accumulation; bias may be
+  // empty and is left out where cuBLASLt does not take it. Nothing is done if cuBLASLt has no kernel for the product.
+  // The choice of algorithm and what is done depend on the shape, the types and whether the bias is aligned alone and
+  // are remembered; nothing is allocated once a shape was seen.
+  [[nodiscard]] virtual Done run(const Weight& weight, const Weight& bias, const Rows& x, int32_t num_rows,
+                                 const Rows& out, bool accumulate, cudaStream_t stream) = 0;
 };
 
 }  // namespace moelora

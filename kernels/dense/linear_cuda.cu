@@ -159,17 +159,22 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   for (int i = 0; i < args.num_parts; ++i) {
     const LinearPart& part = args.parts[i];
     const Part& own = common.parts[i];
-    const bool is_f32 = part.weight.dtype == Dtype::kF32;
-    if (is_f32) {
+    auto done = DenseGemm::Done::kNothing;
+    if (part.weight.dtype == Dtype::kF32) {
       f32.add(own, WARPS);
-    } else if (gemm == nullptr ||
-               !gemm->run(part.weight, args.x, args.num_rows, part.out, args.accumulate, cuda_stream(stream))) {
-      skinny.add(own, wide ? 32 : 16);
-      continue;
+    } else {
+      if (gemm != nullptr) {
+        done = gemm->run(part.weight, part.bias, args.x, args.num_rows, part.out, args.accumulate, cuda_stream(stream));
+      }
+      if (done == DenseGemm::Done::kNothing) {
+        skinny.add(own, wide ? 32 : 16);
+        continue;
+      }
     }
-    if (own.module >= 0 || own.bias != nullptr) {
-      epilogue.add({own.bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32,
-                    own.out_f32, false});
+    const void* const bias = done == DenseGemm::Done::kProductAndBias ? nullptr : own.bias;
+    if (own.module >= 0 || bias != nullptr) {
+      epilogue.add(
+          {bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32, own.out_f32, false});
     }
   }
   if (skinny.params.num_parts > 0) {

@@ -20,6 +20,17 @@ namespace {
 // Up to here a block takes a panel of ranks.
 constexpr int64_t FEW_ROWS = 64;
 constexpr int64_t FEW_PAIRS = 1024;
+// Up to so many positions an expert their segments are taken in smaller tiles.
+constexpr int64_t MEDIUM_EXPERT = 256;
+
+// As large as leaves about as many tiles as SMs, with the modules of q, k and v in two passes.
+shrink_segments::Size size_for_rows(int num_rows, int num_sms) {
+  using shrink_segments::Size;
+  if (num_rows <= shrink_segments::SmallTiling::kRows / 2 * num_sms) {
+    return Size::kSmall;
+  }
+  return num_rows <= shrink_segments::MediumTiling::kRows / 2 * num_sms ? Size::kMedium : Size::kLarge;
+}
 
 // What both ways have in common; the rest is the caller's.
 template <class Params, class Args>
@@ -66,7 +77,8 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   p.num_segments = args.lora->counts + 1;
   p.rows = args.lora->sorted_rows;
   p.max_rank = args.lora->counts + 2;
-  shrink_segments::launch(p, args.num_rows, cuda_state(stream));
+  const CudaStream& state = cuda_state(stream);
+  shrink_segments::launch(p, args.num_rows, size_for_rows(args.num_rows, state.num_sms), state);
 }
 
 void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
@@ -95,7 +107,9 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   p.x_by_position = args.x_sorted;
   p.out_by_position = true;
   p.max_rank = args.lora->counts + 2;
-  shrink_segments::launch(p, pairs, cuda_state(stream));
+  const auto size =
+      pairs <= MEDIUM_EXPERT * args.num_experts ? shrink_segments::Size::kMedium : shrink_segments::Size::kLarge;
+  shrink_segments::launch(p, pairs, size, cuda_state(stream));
 }
 
 }  // namespace moelora

@@ -258,11 +258,19 @@ TEST_CASE("lora_shrink_dense_cuda equals the formula") {
   }
   check_dense({"long segments", {8, 20, 3}, mixed_slots({50, 31, 64, 155}), 96});
   for (const int32_t k : {8, 200, 576}) {
-    check_dense({"long segments, all ranks",
-                 {1, 5, 8, 12, 33, 64, 256},
-                 mixed_slots({30, 1, 160, 3, 140, 5, 20, 128}),
-                 k});
+    check_dense(
+        {"long segments, all ranks", {1, 5, 8, 12, 33, 64, 256}, mixed_slots({30, 1, 160, 3, 140, 5, 20, 128}), k});
   }
+}
+
+TEST_CASE("lora_shrink_dense_cuda equals the formula for rows of every size of tile") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  check_dense({"small tiles, wide", {32, 16, 7}, mixed_slots({2, 65, 31, 130}), 2880});
+  check_dense({"small tiles, one adapter", {32}, std::vector<int32_t>(100, 1), 4096});
+  check_dense({"medium tiles", {32, 5}, mixed_slots({100, 1900, 500}), 136});
+  check_dense({"large tiles", {40, 3}, mixed_slots({100, 4000, 600}), 72});
 }
 
 TEST_CASE("lora_shrink_dense_cuda finds its segment among many") {
@@ -290,6 +298,7 @@ TEST_CASE("lora_shrink_experts_cuda equals the formula") {
     check_experts({20, 4, 8, 96, {1, 8, 33, 5}, sorted});
     check_experts({64, 2, 60, 48, {16, 3}, sorted});
     check_experts({300, 4, 6, 72, {9, 32, 64}, sorted});
+    check_experts({900, 2, 4, 136, {9, 32, 64}, sorted});  // large tiles
     check_experts({5, 2, 4, 2880, {32, 8}, sorted});
   }
 }
