@@ -174,9 +174,9 @@ struct TilesSource {
     block.scales = *reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index());
   }
   static __device__ __forceinline__ void chunk(const Block& block, int c, uint4& low, uint4& high) {
-    const uint32_t scales = mxfp4_prepare_scales(block.scales);
-    low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, mxfp4_prepared_scale(scales, c));
-    high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, mxfp4_prepared_scale(scales, 2 + c));
+    const Mxfp4Scales scales(block.scales);
+    low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, scales.pair(c));
+    high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, scales.pair(2 + c));
   }
   // A block for the whole warp, and this lane's registers of its four steps of wgmma: pair t of each word of its rows.
   __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const { copy(stage, b); }
