@@ -40,11 +40,21 @@ void Engine::Parts::open_device() {
 void Engine::Parts::open_weights(const std::string& model_dir) {
   const bool random = options.random_weights;
   const auto seed = static_cast<uint64_t>(options.seed);
+  if (options.random_routing != "random" && !random) {
+    throw Error(Status::kInvalid, "random_routing = " + options.random_routing + " needs random_weights = true");
+  }
+  if (random) {
+    weights = device->is_host() ? Weights::random(config, seed) : Weights::shapes(config);
+    const RoutingKind kind = options.random_routing == "zipf"  ? RoutingKind::kZipf
+                             : options.random_routing == "one" ? RoutingKind::kOne
+                                                               : RoutingKind::kRandom;
+    weights->choose_routing(config, {kind, options.random_routing_exponent}, seed);
+  } else {
+    weights = Weights::load(model_dir, config);
+  }
   if (device->is_host()) {
-    weights = random ? Weights::random(config, seed) : Weights::load(model_dir, config);
     return;
   }
-  weights = random ? Weights::shapes(config) : Weights::load(model_dir, config);
   weights->move_to(*device, *stream, *kernels, config, random, seed);
 }
 

@@ -35,10 +35,12 @@ struct EngineOptions {
   std::string kv_dtype = "auto";      // auto | f32 | bf16
   bool deterministic = false;
   bool random_weights = false;
-  int64_t seed = 0;                     // of random weights
-  int64_t device_memory_bytes = 0;      // page pool, KV and adapters together; 0 = from the fraction
-  double device_memory_fraction = 0.0;  // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
-  int64_t host_memory_bytes = 0;        // host copies of adapters; 0 = no limit
+  int64_t seed = 0;                       // of random weights
+  std::string random_routing = "random";  // of random weights: random | zipf | one (random_routing.h)
+  double random_routing_exponent = 1.0;   // of zipf
+  int64_t device_memory_bytes = 0;        // page pool, KV and adapters together; 0 = from the fraction
+  double device_memory_fraction = 0.0;    // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
+  int64_t host_memory_bytes = 0;          // host copies of adapters; 0 = no limit
   int64_t max_adapters_resident = 64;
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;

@@ -13,6 +13,7 @@
 #include "kernels/base/tensor.h"
 #include "kernels/kernels.h"
 #include "runtime/model/config.h"
+#include "runtime/model/random_routing.h"
 
 namespace moelora {
 
@@ -39,6 +40,7 @@ struct LayerWeights {
   Weight stored_gate_up_bias;  // [E, 2I], gate and up by turns
   Weight stored_down_bias;     // [E, H]
   std::vector<float> sink_values, gate_bias_values, up_bias_values, down_bias_values;
+  std::vector<float> router_offsets;  // of a random model whose routing was chosen: what `router_bias` points to
 };
 
 class Weights {
@@ -49,6 +51,8 @@ class Weights {
   static std::unique_ptr<Weights> random(const ModelConfig& config, uint64_t seed);
   // The shapes and types alone, without a value; move_to fills them.
   static std::unique_ptr<Weights> shapes(const ModelConfig& config);
+  // Random models, before move_to: the router's bias becomes the offsets of random_routing.h.
+  void choose_routing(const ModelConfig& config, const RandomRouting& routing, uint64_t seed);
   // Copies all to `device`, which must outlive the weights, in the types that its kernels read, and lets go of the
   // checkpoint; `random`: fills shapes() with values of `seed` there. Afterwards every view is device memory.
   void move_to(Device& device, Stream& stream, const Kernels& kernels, const ModelConfig& config, bool random,

@@ -272,6 +272,12 @@ void lay_out(const ModelConfig& config, Weights& weights, Builder& builder) {
     if (config.layer_is_moe[i] == 0) {
       continue;
     }
+    if (!layer.router_offsets.empty()) {
+      const float* offsets = builder.vector(layer.router_offsets.data(), layer.router_offsets.size(), true);
+      if (builder.fills()) {
+        layer.router_bias = {offsets, Dtype::kF32, 1, config.num_experts};
+      }
+    }
     if (layer.expert_gate.format == ExpertFormat::kMxfp4Rows) {
       builder.expert_tiles(layer.expert_gate, &layer.expert_up,
                            mxfp4_gate_up_shape(layer.expert_gate.rows, layer.expert_gate.cols));

@@ -218,6 +218,17 @@ std::unique_ptr<Weights> Weights::shapes(const ModelConfig& config) {
   return weights;
 }
 
+void Weights::choose_routing(const ModelConfig& config, const RandomRouting& routing, uint64_t seed) {
+  const std::vector<float> ranked = ranked_offsets(routing, config.num_experts, config.top_k);
+  for (int32_t i = 0; i < config.num_layers; ++i) {
+    LayerWeights& layer = layers[static_cast<size_t>(i)];
+    if (!ranked.empty() && config.layer_is_moe[static_cast<size_t>(i)] != 0) {
+      layer.router_offsets = layer_offsets(ranked, i, seed);
+      layer.router_bias = {layer.router_offsets.data(), Dtype::kF32, 1, config.num_experts};
+    }
+  }
+}
+
 uint64_t weight_bytes_of_config(const ModelConfig& config) {
   Weights weights;
   weights.layers.resize(static_cast<size_t>(config.num_layers));

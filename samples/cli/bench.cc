@@ -24,7 +24,7 @@ struct BenchFlags {
   int64_t concurrency = 1, adapters = 0, input = 128, output = 64, requests = 0;
   int32_t rank = 16;
   std::string targets = "all", routing = "random";
-  double rate = 0;
+  double rate = 0, zipf_exponent = 1.0;
   uint64_t seed = 1;
   int64_t pairs = 11;
   bool json = false;
@@ -37,6 +37,15 @@ uint32_t target_bits(const std::string& targets) {
                                   : MOELORA_RANDOM_EXPERTS;
 }
 
+std::string routing_text(const BenchFlags& flags) {
+  if (flags.routing != "zipf") {
+    return flags.routing;
+  }
+  char text[32];
+  std::snprintf(text, sizeof(text), "zipf(%.3g)", flags.zipf_exponent);
+  return text;
+}
+
 ConfigPtr bench_config(const BenchFlags& flags) {
   EngineFlags engine = flags.engine;
   // Named defaults of the bench come before --set, so that the user's own settings win.
@@ -46,6 +55,10 @@ ConfigPtr bench_config(const BenchFlags& flags) {
   }
   if (flags.adapters > 64) {
     settings.push_back("max_adapters_resident=" + std::to_string(flags.adapters));
+  }
+  if (flags.routing != "random") {
+    settings.push_back("random_routing=" + flags.routing);
+    settings.push_back("random_routing_exponent=" + std::to_string(flags.zipf_exponent));
   }
   engine.settings.insert(engine.settings.begin(), settings.begin(), settings.end());
   return make_config(engine);
@@ -58,6 +71,7 @@ class Bench {
     measured_.concurrency = flags.concurrency;
     measured_.adapters = flags.adapters;
     measured_.requests = flags.requests;
+    measured_.routing = routing_text(flags);
     for (int64_t i = 0; i < flags.adapters; ++i) {
       const std::string name = "bench-" + std::to_string(i);
       moelora_adapter adapter = 0;
@@ -245,9 +259,8 @@ class Bench {
 };
 
 int bench(BenchFlags& flags) {
-  if (flags.routing != "random") {
-    throw Failure(MOELORA_E_UNSUPPORTED, "--routing " + flags.routing +
-                                             ": only 'random' (what the weights give, close to uniform) is available");
+  if (flags.routing != "random" && !flags.engine.random_weights) {
+    throw Failure(MOELORA_E_INVALID, "--routing " + flags.routing + " needs --random-weights");
   }
   if (flags.requests == 0) {
     flags.requests = flags.concurrency;
@@ -266,9 +279,10 @@ int bench(BenchFlags& flags) {
   const BenchMeasurements& measured = run.run();
   const BenchReport report = sum_up(measured);
   if (!flags.json) {
-    std::printf("%s, %s weights, %d layers, %s with %d threads; %lld in, %lld out, rank %d on %s\n", info.architecture,
-                info.dtype, info.num_layers, info.device_name, info.num_threads, static_cast<long long>(flags.input),
-                static_cast<long long>(flags.output), flags.rank, flags.targets.c_str());
+    std::printf("%s, %s weights, %d layers, %s with %d threads; %lld in, %lld out, rank %d on %s; routing %s\n",
+                info.architecture, info.dtype, info.num_layers, info.device_name, info.num_threads,
+                static_cast<long long>(flags.input), static_cast<long long>(flags.output), flags.rank,
+                flags.targets.c_str(), routing_text(flags).c_str());
     std::printf("%s", report_table(measured, report).c_str());
   }
   std::printf("%s\n", report_json(measured, report).c_str());
@@ -293,7 +307,11 @@ void add_bench(CLI::App& app, int* exit_code) {
   command->add_option("--rate", flags->rate, "Poisson arrivals a second instead of a closed loop")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--seed", flags->seed, "of prompts, arrivals and adapters");
-  command->add_option("--routing", flags->routing, "random")->check(CLI::IsMember({"random", "zipf", "one"}));
+  command
+      ->add_option("--routing", flags->routing,
+                   "of random weights: random (as they come, close to uniform), zipf, or one (all rows to one set)")
+      ->check(CLI::IsMember({"random", "zipf", "one"}));
+  command->add_option("--zipf-exponent", flags->zipf_exponent, "of --routing zipf")->check(CLI::Range(0.0, 8.0));
   command->add_option("--ceilings", flags->pairs, "measurements of the read bandwidth")->check(CLI::Range(1, 1000));
   command->add_flag("--no-warm-up", flags->no_warm_up);
   command->add_flag("--json", flags->json, "only the JSON line");

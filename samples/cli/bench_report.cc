@@ -156,6 +156,7 @@ std::string report_json(const BenchMeasurements& measured, const BenchReport& re
                                        {"adapters_touched", report.adapters_touched},
                                        {"concurrency", measured.concurrency},
                                        {"requests", measured.requests},
+                                       {"routing", measured.routing},
                                        {"input_tokens", measured.input_tokens},
                                        {"output_tokens", measured.output_tokens}};
   return json.dump();

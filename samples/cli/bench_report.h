@@ -20,6 +20,7 @@ struct BenchMeasurements {
   int64_t concurrency = 0;
   int64_t adapters = 0;
   int64_t requests = 0;
+  std::string routing;
   int64_t input_tokens = 0, output_tokens = 0;  // of all finished requests
   double seconds = 0;                           // without the time that the ceilings took
   std::vector<double> ttft_ms, inter_token_ms;

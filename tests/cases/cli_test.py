@@ -127,7 +127,15 @@ def test_bench():
                      "--json")
     check(result.returncode == 0 and len(result.stdout.splitlines()) == 1, "bench --rate --json", result)
     result = moelora("bench", "--model", MODEL, "--routing", "zipf")
-    check(result.returncode == 1 and "zipf" in result.stderr, "bench refuses a routing by name", result)
+    check(result.returncode == 1 and "--random-weights" in result.stderr, "a routing needs random weights", result)
+    active = {}
+    for routing in ("random", "zipf", "one"):
+        result = moelora("bench", "--model", MODEL, "--random-weights", "--routing", routing, "--zipf-exponent", "2",
+                         "--concurrency", "8", "--adapters", "2", "--rank", "4", "--input", "5", "--output", "24",
+                         "--json")
+        check(result.returncode == 0, f"bench --routing {routing}", result)
+        active[routing] = json.loads(result.stdout)["active_experts"]
+    check(abs(active["one"] - 2) < 1e-9 and 2.1 < active["zipf"] < active["random"], f"active experts {active}", result)
 
 
 for name, function in list(globals().items()):

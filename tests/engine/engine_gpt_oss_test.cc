@@ -106,4 +106,53 @@ TEST_CASE("random gpt-oss weights give sane logits", "[engine][gpt-oss]") {
   }
 }
 
+namespace {
+
+// Active experts a layer, the mean over the decode steps of eight streams.
+double active_experts(const std::string& model, const std::string& routing) {
+  EngineOptions options;
+  options.num_threads = 2;
+  options.random_weights = true;
+  options.random_routing = routing;
+  options.random_routing_exponent = 2.0;
+  const auto engine = Engine::create(options, case_model(model));
+  std::vector<std::shared_ptr<Submission>> submissions;
+  for (int32_t i = 0; i < 8; ++i) {
+    Request request;
+    request.prompt = {3 + i, 50 - i, 7 * i + 1};
+    request.sampling.max_tokens = 24;
+    request.sampling.ignore_eos = true;
+    submissions.push_back(make_submission(*engine, request));
+  }
+  std::vector<Error> errors;
+  engine->submit_batch(submissions, &errors);
+  for (const auto& submission : submissions) {
+    read_all(*submission);
+  }
+  double sum = 0;
+  double count = 0;
+  for (const StepRecord& step : engine->step_records(1000)) {
+    if (step.rows == 8 && step.prefill_rows == 0) {
+      sum += static_cast<double>(step.active_experts);
+      ++count;
+    }
+  }
+  REQUIRE(count > 0);
+  return sum / count;
+}
+
+}  // namespace
+
+TEST_CASE("random models route as they are told, with and without a bias of the router", "[engine][gpt-oss]") {
+  for (const char* name : {"gpt_oss", "qwen3_moe"}) {
+    INFO(name);
+    const int32_t top_k = load_model_config(case_model(name)).top_k;
+    CHECK(active_experts(name, "one") == static_cast<double>(top_k));
+    const double zipf = active_experts(name, "zipf");
+    const double random = active_experts(name, "random");
+    CHECK(zipf > top_k);
+    CHECK(zipf < random);
+  }
+}
+
 }  // namespace moelora::test
