@@ -183,17 +183,15 @@ struct TilesSource {
   static __device__ __forceinline__ void fetch_fragments(uint32_t (&a)[16], const std::byte* stage) {
     const Mxfp4PairOf pair(lane_index() % 4);
     const auto* const words = reinterpret_cast<const uint4*>(stage) + lane_index() / 4 * 4;
-    const uint32_t scales = mxfp4_prepare_scales(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index()));
-    const __nv_bfloat162 scale[4] = {mxfp4_prepared_scale(scales, 0), mxfp4_prepared_scale(scales, 1),
-                                     mxfp4_prepared_scale(scales, 2), mxfp4_prepared_scale(scales, 3)};
+    const Mxfp4Scales scales(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index()));
 #pragma unroll
     for (int q = 0; q < 4; ++q) {  // chunks q and 4 + q of the block
       const uint4 word = words[q];
       uint32_t* const first = a + 2 * q;
-      first[0] = pair.times(word.x, scale[0]);
-      first[1] = pair.times(word.y, scale[2]);
-      first[8] = pair.times(word.z, scale[1]);
-      first[9] = pair.times(word.w, scale[3]);
+      first[0] = pair.times(word.x, scales.pair(0));
+      first[1] = pair.times(word.y, scales.pair(2));
+      first[8] = pair.times(word.z, scales.pair(1));
+      first[9] = pair.times(word.w, scales.pair(3));
     }
   }
 
