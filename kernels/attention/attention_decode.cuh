@@ -2,8 +2,9 @@
 // Attention of sequences with one new row. A block takes one split of a row's visible keys for up to 16 query heads
 // that share a KV head; each warp takes every WARPS-th unit of 16 keys, with K and V loaded from the pages straight
 // into tensor core fragments, 16 bytes a lane: the next unit's K while V is in use and the other way round. Warps are
-// joined in shared memory, splits through the shared memory of a thread block cluster, or where there are none through
-// scratch and a second kernel; always in the order of their numbers.
+// joined in shared memory; the splits of a row are a thread block cluster, whose blocks send each other their sums, or
+// where there are none meet in scratch and a second kernel; always in the order of their numbers. A warp's first unit
+// is on its way before the kernel ahead has ended: only the row's own key is that one's work.
 //
 // Fragments, with g = lane / 4 and t = lane % 4. Scores S[16 heads x 8 keys] = Q K^T: lane (g, t) holds the chunks (8
 // dims) t, t + 4, ... of key g (mma_tile.cuh: the order of dims is free). Output O[16 heads x dims] += P V: the second
@@ -14,11 +15,18 @@
 #include <cooperative_groups.h>
 
 #include "kernels/attention/attention_device.cuh"
+#include "kernels/attention/paged_attention.h"
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 
 namespace moelora::attention {
 
 constexpr int HEADS = 16;  // rows of an mma
+
+// Blocks of a launch that an SM runs at once: registers of a thread follow from it.
+constexpr int decode_blocks(int max_d, int warps) {
+  return (max_d <= 64 ? 16 : 8) / warps;
+}
 
 // Fixed by the row's position and constants of the launch: how many splits have keys, and which.
 struct SplitPlan {
@@ -41,6 +49,16 @@ struct DecodeShape {
   static constexpr int FRAGMENTS = K_STEPS * 2 * 32;
 };
 
+struct Where {
+  int row;
+  int sequence;
+  int kv_head;
+  int first_head;  // query head of row 0
+  int heads;       // rows in use
+  int head_dim;
+  int active;  // splits with keys
+};
+
 // Dynamic shared memory of a decode block.
 template <int MAX_D, int WARPS>
 struct DecodeShared {
@@ -48,9 +66,8 @@ struct DecodeShared {
   uint4 q_low[DecodeShape<MAX_D>::FRAGMENTS];
   float warp_max[WARPS][HEADS];
   float warp_sum[WARPS][HEADS];
-  float block_max[HEADS];
-  float block_sum[HEADS];
-  // Followed by the weighted sums of the warps, [WARPS][heads][D].
+  Where where;  // what is wanted rarely need not stay in registers
+  // Followed by the weighted sums of the warps, [WARPS][heads][D], and the mailbox.
   __device__ float* sums() { return reinterpret_cast<float*>(this + 1); }
 };
 
@@ -69,26 +86,31 @@ struct WarpState {
   float o[DecodeShape<MAX_D>::V_STEPS][8][4];
 };
 
-struct Where {
-  int sequence;
-  int kv_head;
-  int first_head;  // query head of row 0
-  int heads;       // rows in use
-  int head_dim;
-};
-
-__device__ __forceinline__ int32_t unit_page(const Params& p, const Where& where, int unit) {
-  const int block = unit / (p.kv.layout.block_tokens / UNIT);
-  return p.kv.block_tables[(static_cast<int64_t>(where.sequence) * p.kv.max_blocks + block) * p.kv.layout.num_groups +
-                           p.layer / p.kv.layout.layers_per_page];
+// First key of a unit for each lane: lane i's is unit + i * WARPS, the i-th of its warp from here on. The values are
+// kv.elements further. All that can be looked up for a warp's units at once is.
+template <int WARPS>
+__device__ __forceinline__ const __nv_bfloat16* find_keys(const Params& p, const Where& where, int unit, int last) {
+  const int mine = unit + static_cast<int>(threadIdx.x) % 32 * WARPS;
+  if (mine >= last) {
+    return nullptr;
+  }
+  const int block = p.kv.block_of(mine * UNIT);
+  const int row = where.kv_head * p.kv.block_tokens + mine * UNIT - block * p.kv.block_tokens;
+  return reinterpret_cast<const __nv_bfloat16*>(p.kv.block(where.sequence, block)) +
+         static_cast<int64_t>(row) * where.head_dim;
 }
-// First key of a unit; the values are elements() further.
-__device__ __forceinline__ const __nv_bfloat16* unit_keys(const Params& p, const Where& where, int unit, int32_t page) {
-  const KvLayout& layout = p.kv.layout;
-  const std::byte* block =
-      p.kv.pool + page * p.kv.page_bytes + (p.layer % layout.layers_per_page) * layout.layer_bytes();
-  const int row = where.kv_head * layout.block_tokens + unit * UNIT % layout.block_tokens;
-  return reinterpret_cast<const __nv_bfloat16*>(block) + static_cast<int64_t>(row) * where.head_dim;
+__device__ __forceinline__ const __nv_bfloat16* of_lane(const __nv_bfloat16* keys, int lane) {
+  return reinterpret_cast<const __nv_bfloat16*>(
+      __shfl_sync(ALL, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(keys)), lane));
+}
+// Brings a unit of heads of exactly MAX_D to the L2.
+template <int MAX_D>
+__device__ __forceinline__ void prefetch_unit(const __nv_bfloat16* keys, int elements) {
+  constexpr int LINES = UNIT * MAX_D * 2 / 128;  // of K, as many of V
+#pragma unroll
+  for (int line = threadIdx.x % 32; line < 2 * LINES; line += 32) {
+    prefetch_line(keys + line % LINES * 64 + (line < LINES ? 0 : elements));
+  }
 }
 
 // Steps [FIRST, LAST) of 32 dims of K, or of 64 dims of V.
@@ -124,10 +146,9 @@ __device__ __forceinline__ void load_v(const __nv_bfloat16* values, int head_dim
 
 // q times scale * log2(e), in two bf16 parts, as fragments; rows without a head and dims beyond D are zero.
 template <int MAX_D, int WARPS>
-__device__ __forceinline__ void stage_q(const Params& p, const Where& where, int64_t row,
-                                        DecodeShared<MAX_D, WARPS>& s) {
+__device__ __forceinline__ void stage_q(const Params& p, const Where& where, DecodeShared<MAX_D, WARPS>& s) {
   constexpr int CHUNKS = DecodeShape<MAX_D>::K_STEPS * 4;
-  const float* q = p.q + row * p.q_stride + static_cast<int64_t>(where.first_head) * where.head_dim;
+  const float* q = p.q + where.row * p.q_stride + static_cast<int64_t>(where.first_head) * where.head_dim;
   for (int item = threadIdx.x; item < HEADS * CHUNKS; item += WARPS * 32) {
     const int head = item / CHUNKS;
     const int chunk = item % CHUNKS;
@@ -144,10 +165,12 @@ __device__ __forceinline__ void stage_q(const Params& p, const Where& where, int
   }
 }
 
+// Products with the low parts are summed apart: half the length of the chain of products that wait for each other.
 template <int FIRST, int LAST, int MAX_D, int WARPS>
 __device__ __forceinline__ void score_unit(const DecodeShared<MAX_D, WARPS>& s, const Unit<MAX_D>& unit,
                                            float (&score)[2][4]) {
   const int lane = threadIdx.x % 32;
+  float low[2][4] = {};
 #pragma unroll
   for (int i = FIRST; i < LAST; ++i) {
     const uint4 high_0 = s.q_high[2 * i * 32 + lane];
@@ -157,7 +180,14 @@ __device__ __forceinline__ void score_unit(const DecodeShared<MAX_D, WARPS>& s, 
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       mma_chunk(score[tile], high_0, high_1, unit.k[tile][i]);
-      mma_chunk(score[tile], low_0, low_1, unit.k[tile][i]);
+      mma_chunk(low[tile], low_0, low_1, unit.k[tile][i]);
+    }
+  }
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      score[tile][c] += low[tile][c];
     }
   }
 }
@@ -269,50 +299,56 @@ __device__ __forceinline__ void attend_wide_unit(const __nv_bfloat16* keys, cons
   add_values<V / 2, V>(score, data, state);
 }
 
-// The units of one warp.
+template <bool EXACT, int MAX_D>
+__device__ __forceinline__ void load_unit(const __nv_bfloat16* keys, int head_dim, int elements, Unit<MAX_D>& unit) {
+  load_k<0, DecodeShape<MAX_D>::K_STEPS, EXACT>(keys, head_dim, unit);
+  load_v<0, DecodeShape<MAX_D>::V_STEPS, EXACT>(keys + elements, head_dim, unit);
+}
+
+// What a warp does: its units are first, first + WARPS, ... below `last`. `keys`: find_keys(first).
+struct Work {
+  int first;
+  int last;
+  int begin;  // visible keys: [begin, position]
+  int position;
+  const __nv_bfloat16* keys;
+};
+
+// The units of one warp; `data` holds the first one's keys and values unless heads are wide.
 template <int MAX_D, bool EXACT, int WARPS>
-__device__ __forceinline__ void attend_units(const Params& p, const Where& where, const SplitPlan& plan, int begin,
-                                             int position, const DecodeShared<MAX_D, WARPS>& s,
-                                             WarpState<MAX_D>& state) {
+__device__ __forceinline__ void attend_units(const Params& p, const Work& work, const DecodeShared<MAX_D, WARPS>& s,
+                                             Unit<MAX_D>& data, WarpState<MAX_D>& state) {
   constexpr int K = DecodeShape<MAX_D>::K_STEPS;
   constexpr int V = DecodeShape<MAX_D>::V_STEPS;
-  const int head_dim = EXACT ? MAX_D : where.head_dim;
-  const auto elements = static_cast<int>(p.kv.elements());
-  int unit = plan.first + static_cast<int>(threadIdx.x / 32);
-  if (unit >= plan.last) {
-    return;
-  }
-  if constexpr (MAX_D > 128) {
-    for (; unit < plan.last; unit += WARPS) {
-      const __nv_bfloat16* keys = unit_keys(p, where, unit, unit_page(p, where, unit));
-      attend_wide_unit<EXACT>(keys, keys + elements, head_dim, unit * UNIT, begin, position, s, state);
-    }
-    return;
-  }
-  Unit<MAX_D> data;
-  const __nv_bfloat16* keys = unit_keys(p, where, unit, unit_page(p, where, unit));
-  load_k<0, K, EXACT>(keys, head_dim, data);
-  load_v<0, V, EXACT>(keys + elements, head_dim, data);
-  int32_t next_page = unit + WARPS < plan.last ? unit_page(p, where, unit + WARPS) : 0;
-  for (; unit < plan.last; unit += WARPS) {
-    const int next = unit + WARPS;
+  const int head_dim = EXACT ? MAX_D : p.head_dim;
+  const int last = work.last;
+  const __nv_bfloat16* lane_keys = work.keys;
+  int step = 0;
+  for (int unit = work.first; unit < last; unit += WARPS) {
     const int first_key = unit * UNIT;
-    const bool border = first_key < begin || first_key + UNIT - 1 > position;
+    const __nv_bfloat16* const keys = of_lane(lane_keys, step % 32);
+    const int next = unit + WARPS;
+    if (++step % 32 == 0) {
+      lane_keys = find_keys<WARPS>(p, s.where, next, last);
+    }
+    if constexpr (MAX_D > 128) {
+      attend_wide_unit<EXACT>(keys, keys + p.kv.elements, head_dim, first_key, work.begin, work.position, s, state);
+      continue;
+    }
+    const __nv_bfloat16* const next_keys = of_lane(lane_keys, step % 32);
     float score[2][4] = {};
     score_unit<0, K>(s, data, score);
-    if (next < plan.last) {
-      keys = unit_keys(p, where, next, next_page);
-      load_k<0, K, EXACT>(keys, head_dim, data);
-      next_page = next + WARPS < plan.last ? unit_page(p, where, next + WARPS) : 0;
+    if (next < last) {
+      load_k<0, K, EXACT>(next_keys, head_dim, data);
     }
-    if (border) {
-      mask_scores(first_key, begin, position, score);
-      mask_values<0, V>(first_key, begin, position, data);
+    if (first_key < work.begin || first_key + UNIT - 1 > work.position) {
+      mask_scores(first_key, work.begin, work.position, score);
+      mask_values<0, V>(first_key, work.begin, work.position, data);
     }
     soften(score, state);
     add_values<0, V>(score, data, state);
-    if (next < plan.last) {
-      load_v<0, V, EXACT>(keys + elements, head_dim, data);
+    if (next < last) {
+      load_v<0, V, EXACT>(next_keys + p.kv.elements, head_dim, data);
     }
   }
 }
@@ -356,23 +392,29 @@ struct Joined {
   float total;
   float4 sum;
 };
-// part(i) gives maximum and denominator, values(i) the weighted sums of part i.
-template <class Part, class Values>
+// The first `count` of at most COUNT parts: part(i) gives maximum and denominator, values(i) the weighted sums. All are
+// asked for at once.
+template <int COUNT, class Part, class Values>
 __device__ __forceinline__ Joined join(int count, const Part& part, const Values& values) {
   Joined result{minus_infinity(), 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-  for (int i = 0; i < count; ++i) {
-    result.largest = fmaxf(result.largest, part(i).x);
+  float2 stats[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    stats[i] = i < count ? part(i) : make_float2(minus_infinity(), 0.0f);
+    result.largest = fmaxf(result.largest, stats[i].x);
   }
   const float base = finite_or_zero(result.largest);
-  for (int i = 0; i < count; ++i) {
-    const float2 stats = part(i);
-    const float shrink = exp2f(stats.x - base);
-    const float4 sum = values(i);
-    result.total += stats.y * shrink;
-    result.sum.x += sum.x * shrink;
-    result.sum.y += sum.y * shrink;
-    result.sum.z += sum.z * shrink;
-    result.sum.w += sum.w * shrink;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if (i < count) {
+      const float shrink = exp2f(stats[i].x - base);
+      const float4 sum = values(i);
+      result.total += stats[i].y * shrink;
+      result.sum.x += sum.x * shrink;
+      result.sum.y += sum.y * shrink;
+      result.sum.z += sum.z * shrink;
+      result.sum.w += sum.w * shrink;
+    }
   }
   return result;
 }
@@ -388,121 +430,179 @@ __device__ __forceinline__ void write_output(const Params& p, int64_t row, int h
 }
 
 // Scratch: sums [num_sequences * num_heads][kMaxAttentionSplits][D], then maximum and denominator of each.
-__device__ __forceinline__ float* scratch_sum(const Params& p, int sequence, int head, int split, int splits_stride) {
-  const int64_t part = (static_cast<int64_t>(sequence) * p.num_heads + head) * splits_stride + split;
-  return p.scratch + part * p.kv.layout.head_dim;
+__device__ __forceinline__ int64_t scratch_part(const Params& p, int sequence, int head, int split) {
+  return (static_cast<int64_t>(sequence) * p.num_heads + head) * kMaxAttentionSplits + split;
 }
-__device__ __forceinline__ float2* scratch_stats(const Params& p, int sequence, int head, int split,
-                                                 int splits_stride) {
-  const int64_t parts = static_cast<int64_t>(p.num_sequences) * p.num_heads * splits_stride;
-  const int64_t part = (static_cast<int64_t>(sequence) * p.num_heads + head) * splits_stride + split;
-  return reinterpret_cast<float2*>(p.scratch + parts * p.kv.layout.head_dim) + part;
+__device__ __forceinline__ float* scratch_sum(const Params& p, int sequence, int head, int split) {
+  return p.scratch + scratch_part(p, sequence, head, split) * p.head_dim;
+}
+__device__ __forceinline__ float2* scratch_stats(const Params& p, int sequence, int head, int split) {
+  const int64_t parts = static_cast<int64_t>(p.num_sequences) * p.num_heads * kMaxAttentionSplits;
+  return reinterpret_cast<float2*>(p.scratch + parts * p.head_dim) + scratch_part(p, sequence, head, split);
 }
 
-__device__ __forceinline__ void sync_cluster() {
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().sync();
+  cooperative_groups::cluster_group::barrier_arrive();
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::cluster_group::barrier_wait();
 #endif
 }
 
-// Joins the blocks of a cluster: each writes its share of the outputs from everybody's shared memory.
-template <int MAX_D, int WARPS, class Out>
-__device__ __forceinline__ void join_cluster(const Params& p, const Where& where, int64_t row, int active, int split,
-                                             DecodeShared<MAX_D, WARPS>& s) {
+// How the launch is cut. Grid: [num_sequences][Nkv][head tiles][splits]; `in_cluster`: the splits of a row are one
+// cluster, else they meet in scratch.
+struct DecodeGrid {
+  int head_tiles;
+  int splits;
+  bool in_cluster;
+};
+
+// The outputs of a row (in fours, `items` of them) are shared out to the blocks of its cluster. Each block sends every
+// part of what it has to the block that writes it, which needs no more than one barrier of the cluster then.
+struct Mailbox {
+  float4* sums;   // [active][share], in every block's shared memory
+  float2* stats;  // likewise: maximum and denominator
+  int share;
+};
+__device__ __forceinline__ Mailbox mailbox(float* memory, int items, int active) {
+  // The blocks' shares, rounded up, are fewer than kMaxAttentionSplits items more than there are.
+  auto* const sums = reinterpret_cast<float4*>(memory);
+  return {sums, reinterpret_cast<float2*>(sums + items + kMaxAttentionSplits), (items + active - 1) / active};
+}
+constexpr size_t mailbox_bytes(int items) {
+  return static_cast<size_t>(items + kMaxAttentionSplits) * (sizeof(float4) + sizeof(float2));
+}
+__device__ __forceinline__ void send(const Mailbox& box, int split, int item, const Joined& joined) {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  const int quads = where.head_dim / 4;
-  for (int item = split * WARPS * 32 + threadIdx.x; item < where.heads * quads; item += active * WARPS * 32) {
-    const int head = item / quads;
-    const int dim = item % quads * 4;
-    const Joined joined = join(
-        active,
-        [&](int i) {
-          return make_float2(*cluster.map_shared_rank(&s.block_max[head], i),
-                             *cluster.map_shared_rank(&s.block_sum[head], i));
-        },
-        [&](int i) {
-          return *reinterpret_cast<const float4*>(cluster.map_shared_rank(s.sums(), i) + head * where.head_dim + dim);
-        });
-    write_output<Out>(p, row, where.first_head + head, where.head_dim, dim, joined);
-  }
+  const int owner = item / box.share;
+  const int at = split * box.share + item - owner * box.share;
+  *cluster.map_shared_rank(box.sums + at, owner) = joined.sum;
+  *cluster.map_shared_rank(box.stats + at, owner) = make_float2(joined.largest, joined.total);
 #endif
 }
 
-// Grid: [num_sequences][Nkv][head tiles][splits]. `in_cluster`: the splits of a row are one cluster.
+// The block's sums, of all its warps, go to the output, to the blocks of its cluster or to scratch.
+template <int MAX_D, int WARPS, class Out>
+__device__ __forceinline__ void hand_over(const Params& p, const DecodeGrid& grid, int split,
+                                          DecodeShared<MAX_D, WARPS>& s) {
+  const Where where = s.where;
+  const int active = where.active;
+  const int quads = where.head_dim / 4;
+  const int items = where.heads * quads;
+  const int warp_stride = where.heads * where.head_dim;
+  const Mailbox box = mailbox(s.sums() + WARPS * warp_stride, items, active);
+  const bool sends = active > 1 && grid.in_cluster;
+  if (sends) {
+    cluster_wait();  // every block of the cluster has begun, so that its shared memory may be written
+  }
+  for (int i = threadIdx.x; i < items; i += WARPS * 32) {
+    const int head = i / quads;
+    const int dim = i % quads * 4;
+    const float* const sums = s.sums() + head * where.head_dim + dim;
+    const Joined joined = join<WARPS>(
+        WARPS, [&](int w) { return make_float2(s.warp_max[w][head], s.warp_sum[w][head]); },
+        [&](int w) { return *reinterpret_cast<const float4*>(sums + w * warp_stride); });
+    const int out_head = where.first_head + head;
+    if (active == 1) {
+      write_output<Out>(p, where.row, out_head, where.head_dim, dim, joined);
+    } else if (sends) {
+      send(box, split, i, joined);
+    } else {
+      *reinterpret_cast<float4*>(scratch_sum(p, where.sequence, out_head, split) + dim) = joined.sum;
+      if (dim == 0) {
+        *scratch_stats(p, where.sequence, out_head, split) = make_float2(joined.largest, joined.total);
+      }
+    }
+  }
+  if (!sends) {
+    return;
+  }
+  cluster_arrive();
+  cluster_wait();  // everything that this block writes has come
+  for (int slot = threadIdx.x; slot < box.share && split * box.share + slot < items; slot += WARPS * 32) {
+    const Joined joined = join<kMaxAttentionSplits>(
+        active, [&](int i) { return box.stats[i * box.share + slot]; },
+        [&](int i) { return box.sums[i * box.share + slot]; });
+    const int item = split * box.share + slot;
+    write_output<Out>(p, where.row, where.first_head + item / quads, where.head_dim, item % quads * 4, joined);
+  }
+}
+
+// Row borders, positions and block tables, and K and V of all positions but the row's own, were there before the step:
+// they are read while the kernel ahead still runs.
 template <int MAX_D, bool EXACT, int WARPS, class Out>
-__global__ void __launch_bounds__(WARPS * 32)
-    decode_kernel(const Params p, int head_tiles, int splits, int splits_stride, bool in_cluster) {
+__global__ void __launch_bounds__(WARPS * 32, decode_blocks(MAX_D, WARPS))
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ DecodeGrid grid) {
   extern __shared__ uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<DecodeShared<MAX_D, WARPS>*>(dynamic_shared);
-  const int split = static_cast<int>(blockIdx.x) % splits;
-  const int item = static_cast<int>(blockIdx.x) / splits;
-  const int tile = item % head_tiles;
-  const int kv_head = item / head_tiles % p.kv.layout.num_kv_heads;
-  const int sequence = item / head_tiles / p.kv.layout.num_kv_heads;
-  const int row = p.row_begin[sequence];
-  const int end = p.row_begin[sequence + 1];
-  wait_for_previous();  // row borders were there before the step; q, K and V are from the kernel before this one
   let_next_start();
-  if (end != row + 1) {
-    return;  // none, or prefill's; the same for all blocks of a cluster
+  const int split = static_cast<int>(blockIdx.x) % grid.splits;
+  const int item = static_cast<int>(blockIdx.x) / grid.splits;
+  const int tile = item % grid.head_tiles;
+  const int kv_head = item / grid.head_tiles % p.num_kv_heads;
+  const int sequence = item / grid.head_tiles / p.num_kv_heads;
+  const int row = p.row_begin[sequence];
+  if (p.row_begin[sequence + 1] != row + 1) {
+    wait_for_previous();  // also here: the end of this kernel must mean that those before it have ended
+    return;               // none, or prefill's; the same for all blocks of a cluster
   }
-  const int left = p.group - tile * HEADS;
-  const Where where{sequence, kv_head, kv_head * p.group + tile * HEADS, left < HEADS ? left : HEADS,
-                    EXACT ? MAX_D : p.kv.layout.head_dim};
   const int position = p.positions[row];
   const int begin = first_visible(position, p.window);
-  const SplitPlan plan = plan_split(begin, position, splits, split, WARPS);
+  const SplitPlan plan = plan_split(begin, position, grid.splits, split, WARPS);
+  const Where where{row,
+                    sequence,
+                    kv_head,
+                    kv_head * p.group + tile * HEADS,
+                    min(p.group - tile * HEADS, HEADS),
+                    EXACT ? MAX_D : p.head_dim,
+                    plan.active};
+  const bool meets = grid.in_cluster && plan.active > 1;
+  if (meets) {
+    cluster_arrive();  // this block has begun
+  }
   if (split >= plan.active) {
-    if (in_cluster && plan.active > 1) {
-      sync_cluster();
-      sync_cluster();
+    wait_for_previous();
+    if (meets) {
+      cluster_wait();
+      cluster_arrive();
+      cluster_wait();
     }
     return;
   }
-  stage_q(p, where, row, s);
+  const int first = plan.first + static_cast<int>(threadIdx.x) / 32;
+  const Work work{first, plan.last, begin, position, find_keys<WARPS>(p, where, first, plan.last)};
+  Unit<MAX_D> data;
+  const bool loads = MAX_D <= 128 && first < plan.last;
+  const bool is_new = first == position / UNIT;  // holds the row's own key
+  if (loads && !is_new) {
+    load_unit<EXACT>(of_lane(work.keys, 0), where.head_dim, p.kv.elements, data);
+  }
+  if (loads && EXACT && first + WARPS < plan.last) {
+    prefetch_unit<MAX_D>(of_lane(work.keys, 1), p.kv.elements);
+  }
+  wait_for_previous();
+  if (loads && is_new) {
+    load_unit<EXACT>(of_lane(work.keys, 0), where.head_dim, p.kv.elements, data);
+  }
+  stage_q(p, where, s);
+  if (threadIdx.x == 0) {
+    s.where = where;
+  }
   __syncthreads();  // q is there
   WarpState<MAX_D> state = {{minus_infinity(), minus_infinity()}, {}, {}};
-  attend_units<MAX_D, EXACT, WARPS>(p, where, plan, begin, position, s, state);
-  const int busy = plan.last - plan.first < WARPS ? plan.last - plan.first : WARPS;
-  if (static_cast<int>(threadIdx.x / 32) < busy) {
-    publish_warp(where, state, s);
-  }
+  attend_units<MAX_D, EXACT, WARPS>(p, work, s, data, state);
+  publish_warp(s.where, state, s);
   __syncthreads();  // the sums of all warps are there
-  const int quads = where.head_dim / 4;
-  const int warp_stride = where.heads * where.head_dim;
-  for (int i = threadIdx.x; i < where.heads * quads; i += WARPS * 32) {
-    const int head = i / quads;
-    const int dim = i % quads * 4;
-    float* const sums = s.sums() + head * where.head_dim + dim;
-    const Joined joined = join(
-        busy, [&](int w) { return make_float2(s.warp_max[w][head], s.warp_sum[w][head]); },
-        [&](int w) { return *reinterpret_cast<const float4*>(sums + w * warp_stride); });
-    const int out_head = where.first_head + head;
-    if (plan.active == 1) {
-      write_output<Out>(p, row, out_head, where.head_dim, dim, joined);
-      continue;
-    }
-    // In place of the first warp's: only this thread reads it.
-    float* const to = in_cluster ? sums : scratch_sum(p, sequence, out_head, split, splits_stride) + dim;
-    *reinterpret_cast<float4*>(to) = joined.sum;
-    if (dim == 0 && in_cluster) {
-      s.block_max[head] = joined.largest;
-      s.block_sum[head] = joined.total;
-    } else if (dim == 0) {
-      *scratch_stats(p, sequence, out_head, split, splits_stride) = make_float2(joined.largest, joined.total);
-    }
-  }
-  if (in_cluster && plan.active > 1) {
-    sync_cluster();  // every block's sums are there
-    join_cluster<MAX_D, WARPS, Out>(p, where, row, plan.active, split, s);
-    sync_cluster();  // nobody reads this block's shared memory any more
-  }
+  hand_over<MAX_D, WARPS, Out>(p, grid, static_cast<int>(blockIdx.x) % grid.splits, s);
 }
 
 // Joins splits through scratch. Grid: [num_sequences * num_heads], a thread four dims.
 template <class Out>
-__global__ void join_splits_kernel(const Params p, int splits, int splits_stride, int warps) {
+__global__ void join_splits_kernel(const Params p, int splits, int warps) {
   const int sequence = static_cast<int>(blockIdx.x) / p.num_heads;
   const int head = static_cast<int>(blockIdx.x) % p.num_heads;
   const int row = p.row_begin[sequence];
@@ -512,13 +612,13 @@ __global__ void join_splits_kernel(const Params p, int splits, int splits_stride
   const int position = p.positions[row];
   const int active = plan_split(first_visible(position, p.window), position, splits, 0, warps).active;
   const int dim = threadIdx.x * 4;
-  if (active == 1 || dim >= p.kv.layout.head_dim) {
+  if (active == 1 || dim >= p.head_dim) {
     return;  // one split writes the output itself
   }
-  const Joined joined = join(
-      active, [&](int i) { return *scratch_stats(p, sequence, head, i, splits_stride); },
-      [&](int i) { return *reinterpret_cast<const float4*>(scratch_sum(p, sequence, head, i, splits_stride) + dim); });
-  write_output<Out>(p, row, head, p.kv.layout.head_dim, dim, joined);
+  const Joined joined = join<kMaxAttentionSplits>(
+      active, [&](int i) { return *scratch_stats(p, sequence, head, i); },
+      [&](int i) { return *reinterpret_cast<const float4*>(scratch_sum(p, sequence, head, i) + dim); });
+  write_output<Out>(p, row, head, p.head_dim, dim, joined);
 }
 
 }  // namespace moelora::attention

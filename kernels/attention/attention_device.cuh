@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "kernels/attention/kv_view.h"
+#include "kernels/attention/kv_layer.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/vec.cuh"
 
@@ -31,8 +31,9 @@ struct Params {
   float scale_log2e;  // scale * log2(e)
   int window;
   const float* sinks;
-  KvView kv;
-  int layer;
+  KvLayer kv;
+  int num_kv_heads;
+  int head_dim;
   float* scratch;
 };
 
