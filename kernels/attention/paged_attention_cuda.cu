@@ -58,13 +58,13 @@ DecodePlan plan_decode(const PagedAttentionArgs& args, const CudaStream& state, 
   return {{head_tiles, splits, splits > 1 && state.compute_capability >= 90}, blocks, blocks <= state.num_sms};
 }
 
-template <int MAX_D, bool EXACT, int WARPS, class Out>
+template <int MAX_D, bool EXACT, bool ROPE, int WARPS, class Out>
 void launch_decode(const Params& params, const DecodePlan& plan, const CudaStream& state) {
   const int heads = std::min(params.group, attention::HEADS);
   const size_t shared = sizeof(attention::DecodeShared<MAX_D, WARPS>) +
                         static_cast<size_t>(WARPS * heads * params.head_dim) * sizeof(float) +
                         (plan.grid.in_cluster ? attention::mailbox_bytes(heads * params.head_dim / 4) : 0);
-  const auto kernel = attention::decode_kernel<MAX_D, EXACT, WARPS, Out>;
+  const auto kernel = attention::decode_kernel<MAX_D, EXACT, ROPE, WARPS, Out>;
   allow_shared(kernel, shared);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(plan.blocks));
@@ -89,7 +89,7 @@ void launch_decode(const Params& params, const DecodePlan& plan, const CudaStrea
 }
 
 template <int MAX_D, bool EXACT, class Out>
-void launch_paths(const PagedAttentionArgs& args, const Params& params, const CudaStream& state) {
+void launch_paths(const PagedAttentionArgs& args, const Params& params, bool rotates, const CudaStream& state) {
   const DecodePlan plan = plan_decode(args, state, attention::decode_blocks(MAX_D, 4));
   if (plan.grid.splits > 1 && !plan.grid.in_cluster) {
     MOELORA_ASSERT(args.scratch != nullptr && reinterpret_cast<uintptr_t>(args.scratch) % 16 == 0);
@@ -97,14 +97,15 @@ void launch_paths(const PagedAttentionArgs& args, const Params& params, const Cu
                                                                        static_cast<size_t>(args.num_heads),
                                                                        static_cast<size_t>(params.head_dim)));
   }
-  if constexpr (EXACT) {
-    if (plan.many_warps) {
-      launch_decode<MAX_D, EXACT, MAX_D == 64 ? 16 : 8, Out>(params, plan, state);
-    } else {
-      launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state);
-    }
+  constexpr int MANY_WARPS = MAX_D == 64 ? 16 : 8;
+  if constexpr (!EXACT) {
+    launch_decode<MAX_D, EXACT, false, 4, Out>(params, plan, state);
+  } else if (rotates) {
+    plan.many_warps ? launch_decode<MAX_D, EXACT, true, MANY_WARPS, Out>(params, plan, state)
+                    : launch_decode<MAX_D, EXACT, true, 4, Out>(params, plan, state);
   } else {
-    launch_decode<MAX_D, EXACT, 4, Out>(params, plan, state);
+    plan.many_warps ? launch_decode<MAX_D, EXACT, false, MANY_WARPS, Out>(params, plan, state)
+                    : launch_decode<MAX_D, EXACT, false, 4, Out>(params, plan, state);
   }
   if (args.num_rows <= args.num_sequences) {
     return;
@@ -121,19 +122,43 @@ void launch_paths(const PagedAttentionArgs& args, const Params& params, const Cu
 }
 
 template <class Out>
-void launch_for_width(const PagedAttentionArgs& args, const Params& params, const CudaStream& state) {
+void launch_for_width(const PagedAttentionArgs& args, const Params& params, bool rotates, const CudaStream& state) {
   const int width = params.head_dim;
   if (width == 64) {
-    launch_paths<64, true, Out>(args, params, state);
+    launch_paths<64, true, Out>(args, params, rotates, state);
   } else if (width == 128) {
-    launch_paths<128, true, Out>(args, params, state);
+    launch_paths<128, true, Out>(args, params, rotates, state);
   } else if (width < 64) {
-    launch_paths<64, false, Out>(args, params, state);
+    launch_paths<64, false, Out>(args, params, rotates, state);
   } else if (width < 128) {
-    launch_paths<128, false, Out>(args, params, state);
+    launch_paths<128, false, Out>(args, params, rotates, state);
   } else {
-    launch_paths<256, false, Out>(args, params, state);
+    launch_paths<256, false, Out>(args, params, rotates, state);
   }
+}
+
+bool aligned4(const Rows& rows) {
+  return rows.stride % 4 == 0 && reinterpret_cast<uintptr_t>(rows.data) % (4 * sizeof(float)) == 0;
+}
+
+// Whether the decode kernel can rotate q and k and write K and V on its way.
+bool can_rotate(const PagedAttentionArgs& args) {
+  const int width = args.kv.layout.head_dim;
+  return args.num_rows <= args.num_sequences && (width == 64 || width == 128) && aligned4(args.q) &&
+         aligned4(args.rope->k) && aligned4(args.rope->v);
+}
+
+// Tells the decode kernel how.
+void add_rotation(const RopeKvWriteArgs& rope, int head_dim, Params& params) {
+  for (const Weight* weight : {&rope.q_norm, &rope.k_norm}) {
+    MOELORA_ASSERT(weight->empty() || weight->cols == head_dim);
+    MOELORA_ASSERT(reinterpret_cast<uintptr_t>(weight->data) % dtype_bytes(weight->dtype) == 0);
+  }
+  params.k = rope.k.f32();
+  params.v = rope.v.f32();
+  params.k_stride = rope.k.stride;
+  params.v_stride = rope.v.stride;
+  params.form = {rope.clip, rope.q_norm, rope.k_norm, rope.eps, rope.inv_freq, rope.rope_scale};
 }
 
 }  // namespace
@@ -149,26 +174,40 @@ void paged_attention_cuda(const PagedAttentionArgs& args, Stream& stream) {
   if (args.num_sequences == 0 || args.num_rows == 0) {
     return;
   }
-  const Params params{args.q.f32(),
-                      args.q.stride,
-                      args.out.data,
-                      args.out.stride,
-                      args.row_begin,
-                      args.positions,
-                      args.num_sequences,
-                      args.num_heads,
-                      args.num_heads / layout.num_kv_heads,
-                      args.scale * attention::LOG2E,
-                      args.window,
-                      args.sinks,
-                      layer_of(args.kv, args.layer),
-                      layout.num_kv_heads,
-                      layout.head_dim,
-                      reinterpret_cast<float*>(args.scratch)};
+  MOELORA_ASSERT(args.rope == nullptr || (args.rope->q.data == args.q.data && args.rope->positions == args.positions &&
+                                          args.rope->layer == args.layer && args.rope->kv.pool == args.kv.pool));
+  const bool rotates = args.rope != nullptr && can_rotate(args);
+  if (args.rope != nullptr && !rotates) {
+    rope_kv_write_cuda(*args.rope, stream);
+  }
+  Params params{args.q.f32(),
+                args.q.stride,
+                args.out.data,
+                args.out.stride,
+                args.row_begin,
+                args.positions,
+                args.num_sequences,
+                args.num_heads,
+                args.num_heads / layout.num_kv_heads,
+                args.scale * attention::LOG2E,
+                args.window,
+                args.sinks,
+                layer_of(args.kv, args.layer),
+                layout.num_kv_heads,
+                layout.head_dim,
+                reinterpret_cast<float*>(args.scratch),
+                nullptr,
+                nullptr,
+                0,
+                0,
+                {}};
+  if (rotates) {
+    add_rotation(*args.rope, layout.head_dim, params);
+  }
   if (args.out.dtype == Dtype::kF32) {
-    launch_for_width<float>(args, params, cuda_state(stream));
+    launch_for_width<float>(args, params, rotates, cuda_state(stream));
   } else {
-    launch_for_width<__nv_bfloat16>(args, params, cuda_state(stream));
+    launch_for_width<__nv_bfloat16>(args, params, rotates, cuda_state(stream));
   }
   check_launch("paged_attention");
 }
