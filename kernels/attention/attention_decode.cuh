@@ -2,23 +2,23 @@
 // Attention of sequences with one new row. A block takes one split of a row's visible keys for up to 16 query heads
 // that share a KV head; each warp takes every WARPS-th unit of 16 keys, with K and V loaded from the pages straight
 // into tensor core fragments, 16 bytes a lane: the next unit's K while V is in use and the other way round. Warps are
-// joined in shared memory, splits through the shared memory of a thread block cluster, or where there are none through
-// scratch and a second kernel; always in the order of their numbers.
-//
-// Fragments, with g = lane / 4 and t = lane % 4. Scores S[16 heads x 8 keys] = Q K^T: lane (g, t) holds the chunks (8
-// dims) t, t + 4, ... of key g (mma_tile.cuh: the order of dims is free). Output O[16 heads x dims] += P V: the second
-// operand wants pairs of keys of one dim, so lane (g, t) loads chunk g, g + 8, ... of the keys 2t, 2t+1, 2t+8, 2t+9 and
-// interleaves them; mma j of 8 covers dim j of every chunk, and the lane ends with the 16 dims of chunks 2t and 2t + 1.
+// joined in shared memory; the splits of a row are a thread block cluster, whose blocks send each other their sums, or
+// where there are none meet in scratch and a second kernel; always in the order of their numbers. A warp's first unit
+// is on its way before the kernel ahead has ended: only the row's own key is that one's work.
 #pragma once
 
 #include <cooperative_groups.h>
 
-#include "kernels/attention/attention_device.cuh"
+#include "kernels/attention/attention_unit.cuh"
+#include "kernels/attention/paged_attention.h"
 #include "kernels/cuda/launch.cuh"
 
 namespace moelora::attention {
 
-constexpr int HEADS = 16;  // rows of an mma
+// Blocks of a launch that an SM runs at once: registers of a thread follow from it.
+constexpr int decode_blocks(int max_d, int warps) {
+  return (max_d <= 64 ? 16 : 8) / warps;
+}
 
 // Fixed by the row's position and constants of the launch: how many splits have keys, and which.
 struct SplitPlan {
@@ -34,285 +34,61 @@ __device__ __forceinline__ SplitPlan plan_split(int begin, int position, int spl
   return {active, first + units * split / active, first + units * (split + 1) / active};
 }
 
-template <int MAX_D>
-struct DecodeShape {
-  static constexpr int K_STEPS = (MAX_D + 31) / 32;  // of 32 dims
-  static constexpr int V_STEPS = (MAX_D + 63) / 64;  // of 64 dims
-  static constexpr int FRAGMENTS = K_STEPS * 2 * 32;
+// What a warp does: its units are first, first + WARPS, ... below `last`. `keys`: find_keys(first).
+struct Work {
+  int first;
+  int last;
+  int begin;  // visible keys: [begin, position]
+  int position;
+  const __nv_bfloat16* keys;
 };
 
-// Dynamic shared memory of a decode block.
-template <int MAX_D, int WARPS>
-struct DecodeShared {
-  uint4 q_high[DecodeShape<MAX_D>::FRAGMENTS];  // step i, heads 8h .. 8h+7, lane: at (2i + h) * 32 + lane
-  uint4 q_low[DecodeShape<MAX_D>::FRAGMENTS];
-  float warp_max[WARPS][HEADS];
-  float warp_sum[WARPS][HEADS];
-  float block_max[HEADS];
-  float block_sum[HEADS];
-  // Followed by the weighted sums of the warps, [WARPS][heads][D].
-  __device__ float* sums() { return reinterpret_cast<float*>(this + 1); }
-};
-
-// One unit's keys and values in registers.
-template <int MAX_D>
-struct Unit {
-  uint4 k[2][DecodeShape<MAX_D>::K_STEPS];
-  uint4 v[DecodeShape<MAX_D>::V_STEPS][4];
-};
-
-// State of a warp: lane (g, t) has rows (heads) g and g + 8.
-template <int MAX_D>
-struct WarpState {
-  float largest[2];
-  float total[2];  // of this lane's keys
-  float o[DecodeShape<MAX_D>::V_STEPS][8][4];
-};
-
-struct Where {
-  int sequence;
-  int kv_head;
-  int first_head;  // query head of row 0
-  int heads;       // rows in use
-  int head_dim;
-};
-
-__device__ __forceinline__ int32_t unit_page(const Params& p, const Where& where, int unit) {
-  const int block = unit / (p.kv.layout.block_tokens / UNIT);
-  return p.kv.block_tables[(static_cast<int64_t>(where.sequence) * p.kv.max_blocks + block) * p.kv.layout.num_groups +
-                           p.layer / p.kv.layout.layers_per_page];
-}
-// First key of a unit; the values are elements() further.
-__device__ __forceinline__ const __nv_bfloat16* unit_keys(const Params& p, const Where& where, int unit, int32_t page) {
-  const KvLayout& layout = p.kv.layout;
-  const std::byte* block =
-      p.kv.pool + page * p.kv.page_bytes + (p.layer % layout.layers_per_page) * layout.layer_bytes();
-  const int row = where.kv_head * layout.block_tokens + unit * UNIT % layout.block_tokens;
-  return reinterpret_cast<const __nv_bfloat16*>(block) + static_cast<int64_t>(row) * where.head_dim;
-}
-
-// Steps [FIRST, LAST) of 32 dims of K, or of 64 dims of V.
-template <int FIRST, int LAST, bool EXACT, int MAX_D>
-__device__ __forceinline__ void load_k(const __nv_bfloat16* keys, int head_dim, Unit<MAX_D>& unit) {
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const __nv_bfloat16* from = keys + (8 * tile + g) * head_dim + 8 * t;
-#pragma unroll
-    for (int i = FIRST; i < LAST; ++i) {
-      const bool inside = EXACT || 8 * (t + 4 * i) < head_dim;
-      unit.k[tile][i] = inside ? load_streaming(from + 32 * i) : zero_chunk();
-    }
+// The warp's first unit, if it has one and heads are not wide.
+template <bool EXACT, int MAX_D>
+__device__ __forceinline__ void load_first(const Params& p, const Work& work, Unit<MAX_D>& data) {
+  if (MAX_D <= 128 && work.first < work.last) {
+    load_unit<EXACT>(of_lane(work.keys, 0), EXACT ? MAX_D : p.head_dim, p.kv.elements, data);
   }
 }
 
-template <int FIRST, int LAST, bool EXACT, int MAX_D>
-__device__ __forceinline__ void load_v(const __nv_bfloat16* values, int head_dim, Unit<MAX_D>& unit) {
-  const int g = threadIdx.x % 32 / 4;
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const __nv_bfloat16* from = values + (2 * t + r % 2 + 8 * (r / 2)) * head_dim + 8 * g;
-#pragma unroll
-    for (int i = FIRST; i < LAST; ++i) {
-      const bool inside = EXACT || 8 * (g + 8 * i) < head_dim;
-      unit.v[i][r] = inside ? load_streaming(from + 64 * i) : zero_chunk();
-    }
-  }
-}
-
-// q times scale * log2(e), in two bf16 parts, as fragments; rows without a head and dims beyond D are zero.
-template <int MAX_D, int WARPS>
-__device__ __forceinline__ void stage_q(const Params& p, const Where& where, int64_t row,
-                                        DecodeShared<MAX_D, WARPS>& s) {
-  constexpr int CHUNKS = DecodeShape<MAX_D>::K_STEPS * 4;
-  const float* q = p.q + row * p.q_stride + static_cast<int64_t>(where.first_head) * where.head_dim;
-  for (int item = threadIdx.x; item < HEADS * CHUNKS; item += WARPS * 32) {
-    const int head = item / CHUNKS;
-    const int chunk = item % CHUNKS;
-    float values[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const bool inside = head < where.heads && 8 * chunk + e < where.head_dim;
-      values[e] = inside ? q[head * where.head_dim + 8 * chunk + e] * p.scale_log2e : 0.0f;
-    }
-    const SplitChunk split = split_chunk(values);
-    const int at = (chunk / 4 * 2 + head / 8) * 32 + head % 8 * 4 + chunk % 4;
-    s.q_high[at] = split.high;
-    s.q_low[at] = split.low;
-  }
-}
-
-template <int FIRST, int LAST, int MAX_D, int WARPS>
-__device__ __forceinline__ void score_unit(const DecodeShared<MAX_D, WARPS>& s, const Unit<MAX_D>& unit,
-                                           float (&score)[2][4]) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = FIRST; i < LAST; ++i) {
-    const uint4 high_0 = s.q_high[2 * i * 32 + lane];
-    const uint4 high_1 = s.q_high[(2 * i + 1) * 32 + lane];
-    const uint4 low_0 = s.q_low[2 * i * 32 + lane];
-    const uint4 low_1 = s.q_low[(2 * i + 1) * 32 + lane];
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      mma_chunk(score[tile], high_0, high_1, unit.k[tile][i]);
-      mma_chunk(score[tile], low_0, low_1, unit.k[tile][i]);
-    }
-  }
-}
-
-// Scores of keys out of sight become -inf, their values 0: what lies there may be NaN.
-__device__ __forceinline__ void mask_scores(int first_key, int begin, int position, float (&score)[2][4]) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const int key = first_key + 8 * tile + 2 * t + c % 2;
-      score[tile][c] = key >= begin && key <= position ? score[tile][c] : minus_infinity();
-    }
-  }
-}
-template <int FIRST, int LAST, int MAX_D>
-__device__ __forceinline__ void mask_values(int first_key, int begin, int position, Unit<MAX_D>& unit) {
-  const int t = threadIdx.x % 4;
-#pragma unroll
-  for (int r = 0; r < 4; ++r) {
-    const int key = first_key + 2 * t + r % 2 + 8 * (r / 2);
-    if (key < begin || key > position) {
-#pragma unroll
-      for (int i = FIRST; i < LAST; ++i) {
-        unit.v[i][r] = zero_chunk();
-      }
-    }
-  }
-}
-
-// Scores become weights relative to the new maximum; what was summed so far shrinks to it.
-template <int MAX_D>
-__device__ __forceinline__ void soften(float (&score)[2][4], WarpState<MAX_D>& state) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int c = 2 * half;
-    const float here = quad_max(fmaxf(fmaxf(score[0][c], score[0][c + 1]), fmaxf(score[1][c], score[1][c + 1])));
-    const float largest = fmaxf(state.largest[half], here);
-    const float base = finite_or_zero(largest);
-    const float shrink = exp2f(state.largest[half] - base);
-    state.largest[half] = largest;
-    float sum = 0.0f;
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        score[tile][c + e] = exp2f(score[tile][c + e] - base);
-        sum += score[tile][c + e];
-      }
-    }
-    state.total[half] = state.total[half] * shrink + sum;
-#pragma unroll
-    for (int i = 0; i < DecodeShape<MAX_D>::V_STEPS; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        state.o[i][j][c] *= shrink;
-        state.o[i][j][c + 1] *= shrink;
-      }
-    }
-  }
-}
-
-template <int FIRST, int LAST, int MAX_D>
-__device__ __forceinline__ void add_values(const float (&weight)[2][4], const Unit<MAX_D>& unit,
-                                           WarpState<MAX_D>& state) {
-  const uint32_t a0 = pack_bf16(weight[0][0], weight[0][1]);
-  const uint32_t a1 = pack_bf16(weight[0][2], weight[0][3]);
-  const uint32_t a2 = pack_bf16(weight[1][0], weight[1][1]);
-  const uint32_t a3 = pack_bf16(weight[1][2], weight[1][3]);
-#pragma unroll
-  for (int i = FIRST; i < LAST; ++i) {
-    const uint4(&v)[4] = unit.v[i];
-    const uint32_t words[4][4] = {{v[0].x, v[1].x, v[2].x, v[3].x},
-                                  {v[0].y, v[1].y, v[2].y, v[3].y},
-                                  {v[0].z, v[1].z, v[2].z, v[3].z},
-                                  {v[0].w, v[1].w, v[2].w, v[3].w}};
-#pragma unroll
-    for (int w = 0; w < 4; ++w) {  // dims 2w and 2w + 1 of the chunk
-      const uint32_t(&word)[4] = words[w];
-      mma_m16n8k16(state.o[i][2 * w], a0, a1, a2, a3, __byte_perm(word[0], word[1], 0x5410),
-                   __byte_perm(word[2], word[3], 0x5410));
-      mma_m16n8k16(state.o[i][2 * w + 1], a0, a1, a2, a3, __byte_perm(word[0], word[1], 0x7632),
-                   __byte_perm(word[2], word[3], 0x7632));
-    }
-  }
-}
-
-// One unit whose K and V do not fit into registers beside the sums: loaded and used by halves.
-template <bool EXACT, int MAX_D, int WARPS>
-__device__ __forceinline__ void attend_wide_unit(const __nv_bfloat16* keys, const __nv_bfloat16* values, int head_dim,
-                                                 int first_key, int begin, int position,
-                                                 const DecodeShared<MAX_D, WARPS>& s, WarpState<MAX_D>& state) {
+// The units of one warp; `data` holds the first one's keys and values unless heads are wide.
+template <int MAX_D, bool EXACT, bool ROPE, int WARPS>
+__device__ __forceinline__ void attend_units(const Params& p, const Work& work, const DecodeShared<MAX_D, WARPS>& s,
+                                             Unit<MAX_D>& data, WarpState<MAX_D>& state) {
   constexpr int K = DecodeShape<MAX_D>::K_STEPS;
   constexpr int V = DecodeShape<MAX_D>::V_STEPS;
-  Unit<MAX_D> data;
-  float score[2][4] = {};
-  load_k<0, K / 2, EXACT>(keys, head_dim, data);
-  score_unit<0, K / 2>(s, data, score);
-  load_k<K / 2, K, EXACT>(keys, head_dim, data);
-  score_unit<K / 2, K>(s, data, score);
-  load_v<0, V / 2, EXACT>(values, head_dim, data);
-  mask_scores(first_key, begin, position, score);
-  soften(score, state);
-  mask_values<0, V / 2>(first_key, begin, position, data);
-  add_values<0, V / 2>(score, data, state);
-  load_v<V / 2, V, EXACT>(values, head_dim, data);
-  mask_values<V / 2, V>(first_key, begin, position, data);
-  add_values<V / 2, V>(score, data, state);
-}
-
-// The units of one warp.
-template <int MAX_D, bool EXACT, int WARPS>
-__device__ __forceinline__ void attend_units(const Params& p, const Where& where, const SplitPlan& plan, int begin,
-                                             int position, const DecodeShared<MAX_D, WARPS>& s,
-                                             WarpState<MAX_D>& state) {
-  constexpr int K = DecodeShape<MAX_D>::K_STEPS;
-  constexpr int V = DecodeShape<MAX_D>::V_STEPS;
-  const int head_dim = EXACT ? MAX_D : where.head_dim;
-  const auto elements = static_cast<int>(p.kv.elements());
-  int unit = plan.first + static_cast<int>(threadIdx.x / 32);
-  if (unit >= plan.last) {
-    return;
-  }
-  if constexpr (MAX_D > 128) {
-    for (; unit < plan.last; unit += WARPS) {
-      const __nv_bfloat16* keys = unit_keys(p, where, unit, unit_page(p, where, unit));
-      attend_wide_unit<EXACT>(keys, keys + elements, head_dim, unit * UNIT, begin, position, s, state);
-    }
-    return;
-  }
-  Unit<MAX_D> data;
-  const __nv_bfloat16* keys = unit_keys(p, where, unit, unit_page(p, where, unit));
-  load_k<0, K, EXACT>(keys, head_dim, data);
-  load_v<0, V, EXACT>(keys + elements, head_dim, data);
-  int32_t next_page = unit + WARPS < plan.last ? unit_page(p, where, unit + WARPS) : 0;
-  for (; unit < plan.last; unit += WARPS) {
-    const int next = unit + WARPS;
+  const int head_dim = EXACT ? MAX_D : p.head_dim;
+  const int last = work.last;
+  const __nv_bfloat16* lane_keys = work.keys;
+  int step = 0;
+  for (int unit = work.first; unit < last; unit += WARPS) {
     const int first_key = unit * UNIT;
-    const bool border = first_key < begin || first_key + UNIT - 1 > position;
+    const __nv_bfloat16* const keys = of_lane(lane_keys, step % 32);
+    const int next = unit + WARPS;
+    if (++step % 32 == 0) {
+      lane_keys = find_keys<WARPS>(p, s.where, next, last);
+    }
+    if constexpr (MAX_D > 128) {
+      attend_wide_unit<EXACT>(keys, keys + p.kv.elements, head_dim, first_key, work.begin, work.position, s, state);
+      continue;
+    }
+    const __nv_bfloat16* const next_keys = of_lane(lane_keys, step % 32);
+    if (ROPE && work.position < first_key + UNIT) {
+      insert_new_key(s, work.position - first_key, data);
+    }
     float score[2][4] = {};
     score_unit<0, K>(s, data, score);
-    if (next < plan.last) {
-      keys = unit_keys(p, where, next, next_page);
-      load_k<0, K, EXACT>(keys, head_dim, data);
-      next_page = next + WARPS < plan.last ? unit_page(p, where, next + WARPS) : 0;
+    if (next < last) {
+      load_k<0, K, EXACT>(next_keys, head_dim, data);
     }
-    if (border) {
-      mask_scores(first_key, begin, position, score);
-      mask_values<0, V>(first_key, begin, position, data);
+    if (first_key < work.begin || first_key + UNIT - 1 > work.position) {
+      mask_scores(first_key, work.begin, work.position, score);
+      mask_values<0, V>(first_key, work.begin, work.position, data);
     }
     soften(score, state);
     add_values<0, V>(score, data, state);
-    if (next < plan.last) {
-      load_v<0, V, EXACT>(keys + elements, head_dim, data);
+    if (next < last) {
+      load_v<0, V, EXACT>(next_keys + p.kv.elements, head_dim, data);
     }
   }
 }
@@ -356,23 +132,29 @@ struct Joined {
   float total;
   float4 sum;
 };
-// part(i) gives maximum and denominator, values(i) the weighted sums of part i.
-template <class Part, class Values>
+// The first `count` of at most COUNT parts: part(i) gives maximum and denominator, values(i) the weighted sums. All are
+// asked for at once.
+template <int COUNT, class Part, class Values>
 __device__ __forceinline__ Joined join(int count, const Part& part, const Values& values) {
   Joined result{minus_infinity(), 0.0f, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-  for (int i = 0; i < count; ++i) {
-    result.largest = fmaxf(result.largest, part(i).x);
+  float2 stats[COUNT];
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    stats[i] = i < count ? part(i) : make_float2(minus_infinity(), 0.0f);
+    result.largest = fmaxf(result.largest, stats[i].x);
   }
   const float base = finite_or_zero(result.largest);
-  for (int i = 0; i < count; ++i) {
-    const float2 stats = part(i);
-    const float shrink = exp2f(stats.x - base);
-    const float4 sum = values(i);
-    result.total += stats.y * shrink;
-    result.sum.x += sum.x * shrink;
-    result.sum.y += sum.y * shrink;
-    result.sum.z += sum.z * shrink;
-    result.sum.w += sum.w * shrink;
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    if (i < count) {
+      const float shrink = exp2f(stats[i].x - base);
+      const float4 sum = values(i);
+      result.total += stats[i].y * shrink;
+      result.sum.x += sum.x * shrink;
+      result.sum.y += sum.y * shrink;
+      result.sum.z += sum.z * shrink;
+      result.sum.w += sum.w * shrink;
+    }
   }
   return result;
 }
@@ -388,121 +170,190 @@ __device__ __forceinline__ void write_output(const Params& p, int64_t row, int h
 }
 
 // Scratch: sums [num_sequences * num_heads][kMaxAttentionSplits][D], then maximum and denominator of each.
-__device__ __forceinline__ float* scratch_sum(const Params& p, int sequence, int head, int split, int splits_stride) {
-  const int64_t part = (static_cast<int64_t>(sequence) * p.num_heads + head) * splits_stride + split;
-  return p.scratch + part * p.kv.layout.head_dim;
+__device__ __forceinline__ int64_t scratch_part(const Params& p, int sequence, int head, int split) {
+  return (static_cast<int64_t>(sequence) * p.num_heads + head) * kMaxAttentionSplits + split;
 }
-__device__ __forceinline__ float2* scratch_stats(const Params& p, int sequence, int head, int split,
-                                                 int splits_stride) {
-  const int64_t parts = static_cast<int64_t>(p.num_sequences) * p.num_heads * splits_stride;
-  const int64_t part = (static_cast<int64_t>(sequence) * p.num_heads + head) * splits_stride + split;
-  return reinterpret_cast<float2*>(p.scratch + parts * p.kv.layout.head_dim) + part;
+__device__ __forceinline__ float* scratch_sum(const Params& p, int sequence, int head, int split) {
+  return p.scratch + scratch_part(p, sequence, head, split) * p.head_dim;
+}
+__device__ __forceinline__ float2* scratch_stats(const Params& p, int sequence, int head, int split) {
+  const int64_t parts = static_cast<int64_t>(p.num_sequences) * p.num_heads * kMaxAttentionSplits;
+  return reinterpret_cast<float2*>(p.scratch + parts * p.head_dim) + scratch_part(p, sequence, head, split);
 }
 
-__device__ __forceinline__ void sync_cluster() {
+__device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  cooperative_groups::this_cluster().sync();
+  cooperative_groups::cluster_group::barrier_arrive();
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  cooperative_groups::cluster_group::barrier_wait();
 #endif
 }
 
-// Joins the blocks of a cluster: each writes its share of the outputs from everybody's shared memory.
-template <int MAX_D, int WARPS, class Out>
-__device__ __forceinline__ void join_cluster(const Params& p, const Where& where, int64_t row, int active, int split,
-                                             DecodeShared<MAX_D, WARPS>& s) {
+// How the launch is cut. Grid: [num_sequences][Nkv][head tiles][splits]; `in_cluster`: the splits of a row are one
+// cluster, else they meet in scratch.
+struct DecodeGrid {
+  int head_tiles;
+  int splits;
+  bool in_cluster;
+};
+
+// The outputs of a row (in fours, `items` of them) are shared out to the blocks of its cluster. Each block sends every
+// part of what it has to the block that writes it, which needs no more than one barrier of the cluster then.
+struct Mailbox {
+  float4* sums;   // [active][share], in every block's shared memory
+  float2* stats;  // likewise: maximum and denominator
+  int share;
+};
+__device__ __forceinline__ Mailbox mailbox(float* memory, int items, int active) {
+  // The blocks' shares, rounded up, are fewer than kMaxAttentionSplits items more than there are.
+  auto* const sums = reinterpret_cast<float4*>(memory);
+  return {sums, reinterpret_cast<float2*>(sums + items + kMaxAttentionSplits), (items + active - 1) / active};
+}
+constexpr size_t mailbox_bytes(int items) {
+  return static_cast<size_t>(items + kMaxAttentionSplits) * (sizeof(float4) + sizeof(float2));
+}
+__device__ __forceinline__ void send(const Mailbox& box, int split, int item, const Joined& joined) {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
-  const int quads = where.head_dim / 4;
-  for (int item = split * WARPS * 32 + threadIdx.x; item < where.heads * quads; item += active * WARPS * 32) {
-    const int head = item / quads;
-    const int dim = item % quads * 4;
-    const Joined joined = join(
-        active,
-        [&](int i) {
-          return make_float2(*cluster.map_shared_rank(&s.block_max[head], i),
-                             *cluster.map_shared_rank(&s.block_sum[head], i));
-        },
-        [&](int i) {
-          return *reinterpret_cast<const float4*>(cluster.map_shared_rank(s.sums(), i) + head * where.head_dim + dim);
-        });
-    write_output<Out>(p, row, where.first_head + head, where.head_dim, dim, joined);
-  }
+  const int owner = item / box.share;
+  const int at = split * box.share + item - owner * box.share;
+  *cluster.map_shared_rank(box.sums + at, owner) = joined.sum;
+  *cluster.map_shared_rank(box.stats + at, owner) = make_float2(joined.largest, joined.total);
 #endif
 }
 
-// Grid: [num_sequences][Nkv][head tiles][splits]. `in_cluster`: the splits of a row are one cluster.
-template <int MAX_D, bool EXACT, int WARPS, class Out>
-__global__ void __launch_bounds__(WARPS * 32)
-    decode_kernel(const Params p, int head_tiles, int splits, int splits_stride, bool in_cluster) {
-  extern __shared__ uint4 dynamic_shared[];
-  auto& s = *reinterpret_cast<DecodeShared<MAX_D, WARPS>*>(dynamic_shared);
-  const int split = static_cast<int>(blockIdx.x) % splits;
-  const int item = static_cast<int>(blockIdx.x) / splits;
-  const int tile = item % head_tiles;
-  const int kv_head = item / head_tiles % p.kv.layout.num_kv_heads;
-  const int sequence = item / head_tiles / p.kv.layout.num_kv_heads;
-  const int row = p.row_begin[sequence];
-  const int end = p.row_begin[sequence + 1];
-  wait_for_previous();  // row borders were there before the step; q, K and V are from the kernel before this one
-  let_next_start();
-  if (end != row + 1) {
-    return;  // none, or prefill's; the same for all blocks of a cluster
-  }
-  const int left = p.group - tile * HEADS;
-  const Where where{sequence, kv_head, kv_head * p.group + tile * HEADS, left < HEADS ? left : HEADS,
-                    EXACT ? MAX_D : p.kv.layout.head_dim};
-  const int position = p.positions[row];
-  const int begin = first_visible(position, p.window);
-  const SplitPlan plan = plan_split(begin, position, splits, split, WARPS);
-  if (split >= plan.active) {
-    if (in_cluster && plan.active > 1) {
-      sync_cluster();
-      sync_cluster();
-    }
-    return;
-  }
-  stage_q(p, where, row, s);
-  __syncthreads();  // q is there
-  WarpState<MAX_D> state = {{minus_infinity(), minus_infinity()}, {}, {}};
-  attend_units<MAX_D, EXACT, WARPS>(p, where, plan, begin, position, s, state);
-  const int busy = plan.last - plan.first < WARPS ? plan.last - plan.first : WARPS;
-  if (static_cast<int>(threadIdx.x / 32) < busy) {
-    publish_warp(where, state, s);
-  }
-  __syncthreads();  // the sums of all warps are there
+// The block's sums, of all its warps, go to the output, to the blocks of its cluster or to scratch.
+template <int MAX_D, int WARPS, class Out>
+__device__ __forceinline__ void hand_over(const Params& p, const DecodeGrid& grid, int split,
+                                          DecodeShared<MAX_D, WARPS>& s) {
+  const Where where = s.where;
+  const int active = where.active;
   const int quads = where.head_dim / 4;
+  const int items = where.heads * quads;
   const int warp_stride = where.heads * where.head_dim;
-  for (int i = threadIdx.x; i < where.heads * quads; i += WARPS * 32) {
+  const Mailbox box = mailbox(s.sums() + WARPS * warp_stride, items, active);
+  const bool sends = active > 1 && grid.in_cluster;
+  if (sends) {
+    cluster_wait();  // every block of the cluster has begun, so that its shared memory may be written
+  }
+  for (int i = threadIdx.x; i < items; i += WARPS * 32) {
     const int head = i / quads;
     const int dim = i % quads * 4;
-    float* const sums = s.sums() + head * where.head_dim + dim;
-    const Joined joined = join(
-        busy, [&](int w) { return make_float2(s.warp_max[w][head], s.warp_sum[w][head]); },
+    const float* const sums = s.sums() + head * where.head_dim + dim;
+    const Joined joined = join<WARPS>(
+        WARPS, [&](int w) { return make_float2(s.warp_max[w][head], s.warp_sum[w][head]); },
         [&](int w) { return *reinterpret_cast<const float4*>(sums + w * warp_stride); });
     const int out_head = where.first_head + head;
-    if (plan.active == 1) {
-      write_output<Out>(p, row, out_head, where.head_dim, dim, joined);
-      continue;
-    }
-    // In place of the first warp's: only this thread reads it.
-    float* const to = in_cluster ? sums : scratch_sum(p, sequence, out_head, split, splits_stride) + dim;
-    *reinterpret_cast<float4*>(to) = joined.sum;
-    if (dim == 0 && in_cluster) {
-      s.block_max[head] = joined.largest;
-      s.block_sum[head] = joined.total;
-    } else if (dim == 0) {
-      *scratch_stats(p, sequence, out_head, split, splits_stride) = make_float2(joined.largest, joined.total);
+    if (active == 1) {
+      write_output<Out>(p, where.row, out_head, where.head_dim, dim, joined);
+    } else if (sends) {
+      send(box, split, i, joined);
+    } else {
+      *reinterpret_cast<float4*>(scratch_sum(p, where.sequence, out_head, split) + dim) = joined.sum;
+      if (dim == 0) {
+        *scratch_stats(p, where.sequence, out_head, split) = make_float2(joined.largest, joined.total);
+      }
     }
   }
-  if (in_cluster && plan.active > 1) {
-    sync_cluster();  // every block's sums are there
-    join_cluster<MAX_D, WARPS, Out>(p, where, row, plan.active, split, s);
-    sync_cluster();  // nobody reads this block's shared memory any more
+  if (!sends) {
+    return;
   }
+  cluster_arrive();
+  cluster_wait();  // everything that this block writes has come
+  for (int slot = threadIdx.x; slot < box.share && split * box.share + slot < items; slot += WARPS * 32) {
+    const Joined joined = join<kMaxAttentionSplits>(
+        active, [&](int i) { return box.stats[i * box.share + slot]; },
+        [&](int i) { return box.sums[i * box.share + slot]; });
+    const int item = split * box.share + slot;
+    write_output<Out>(p, where.row, where.first_head + item / quads, where.head_dim, item % quads * 4, joined);
+  }
+}
+
+// All a block without keys has to do.
+__device__ __forceinline__ void sit_out(bool meets) {
+  wait_for_previous();  // also here: the end of this kernel must mean that those before it have ended
+  if (meets) {
+    cluster_wait();
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+// Row borders, positions and block tables, and K and V of all positions but the row's own, were there before the step:
+// they are read while the kernel ahead still runs. ROPE: that one left q, K and V as they were projected.
+template <int MAX_D, bool EXACT, bool ROPE, int WARPS, class Out>
+__global__ void __launch_bounds__(WARPS * 32, decode_blocks(MAX_D, WARPS))
+    decode_kernel(const __grid_constant__ Params p, const __grid_constant__ DecodeGrid grid) {
+  extern __shared__ uint4 dynamic_shared[];
+  auto& s = *reinterpret_cast<DecodeShared<MAX_D, WARPS>*>(dynamic_shared);
+  let_next_start();
+  const int split = static_cast<int>(blockIdx.x) % grid.splits;
+  const int item = static_cast<int>(blockIdx.x) / grid.splits;
+  const int tile = item % grid.head_tiles;
+  const int kv_head = item / grid.head_tiles % p.num_kv_heads;
+  const int sequence = item / grid.head_tiles / p.num_kv_heads;
+  const int row = p.row_begin[sequence];
+  if (p.row_begin[sequence + 1] != row + 1) {
+    return sit_out(false);  // none, or prefill's; the same for all blocks of a cluster
+  }
+  const int position = p.positions[row];
+  const int begin = first_visible(position, p.window);
+  const SplitPlan plan = plan_split(begin, position, grid.splits, split, WARPS);
+  const Where where{row,
+                    sequence,
+                    kv_head,
+                    kv_head * p.group + tile * HEADS,
+                    min(p.group - tile * HEADS, HEADS),
+                    EXACT ? MAX_D : p.head_dim,
+                    plan.active};
+  const bool meets = grid.in_cluster && plan.active > 1;
+  if (meets) {
+    cluster_arrive();  // this block has begun
+  }
+  if (split >= plan.active) {
+    return sit_out(meets);
+  }
+  const int first = plan.first + static_cast<int>(threadIdx.x) / 32;
+  const Work work{first, plan.last, begin, position, find_keys<WARPS>(p, where, first, plan.last)};
+  Unit<MAX_D> data;
+  const bool waits = !ROPE && first == position / UNIT;  // for the row's own key
+  if (!waits) {
+    load_first<EXACT>(p, work, data);
+  }
+  if (EXACT && first + WARPS < plan.last) {
+    prefetch_unit<MAX_D>(of_lane(work.keys, 1), p.kv.elements);
+  }
+  if constexpr (ROPE) {
+    prepare_rotation(p, position, s);
+    const bool writes = tile == 0 && split == plan.active - 1;
+    __nv_bfloat16* const keys = writes ? own_key(p, where, position) : nullptr;
+    __syncthreads();  // the tables are there
+    wait_for_previous();
+    stage_rotated(p, where, writes, keys, s);
+  } else {
+    wait_for_previous();
+    if (waits) {
+      load_first<EXACT>(p, work, data);
+    }
+    stage_q(p, where, s);
+  }
+  if (threadIdx.x == 0) {
+    s.where = where;
+  }
+  __syncthreads();  // q is there
+  WarpState<MAX_D> state = {{minus_infinity(), minus_infinity()}, {}, {}};
+  attend_units<MAX_D, EXACT, ROPE, WARPS>(p, work, s, data, state);
+  publish_warp(s.where, state, s);
+  __syncthreads();  // the sums of all warps are there
+  hand_over<MAX_D, WARPS, Out>(p, grid, static_cast<int>(blockIdx.x) % grid.splits, s);
 }
 
 // Joins splits through scratch. Grid: [num_sequences * num_heads], a thread four dims.
 template <class Out>
-__global__ void join_splits_kernel(const Params p, int splits, int splits_stride, int warps) {
+__global__ void join_splits_kernel(const Params p, int splits, int warps) {
   const int sequence = static_cast<int>(blockIdx.x) / p.num_heads;
   const int head = static_cast<int>(blockIdx.x) % p.num_heads;
   const int row = p.row_begin[sequence];
@@ -512,13 +363,13 @@ __global__ void join_splits_kernel(const Params p, int splits, int splits_stride
   const int position = p.positions[row];
   const int active = plan_split(first_visible(position, p.window), position, splits, 0, warps).active;
   const int dim = threadIdx.x * 4;
-  if (active == 1 || dim >= p.kv.layout.head_dim) {
+  if (active == 1 || dim >= p.head_dim) {
     return;  // one split writes the output itself
   }
-  const Joined joined = join(
-      active, [&](int i) { return *scratch_stats(p, sequence, head, i, splits_stride); },
-      [&](int i) { return *reinterpret_cast<const float4*>(scratch_sum(p, sequence, head, i, splits_stride) + dim); });
-  write_output<Out>(p, row, head, p.kv.layout.head_dim, dim, joined);
+  const Joined joined = join<kMaxAttentionSplits>(
+      active, [&](int i) { return *scratch_stats(p, sequence, head, i); },
+      [&](int i) { return *reinterpret_cast<const float4*>(scratch_sum(p, sequence, head, i) + dim); });
+  write_output<Out>(p, row, head, p.head_dim, dim, joined);
 }
 
 }  // namespace moelora::attention

@@ -8,7 +8,8 @@
 
 #include <cstdint>
 
-#include "kernels/attention/kv_view.h"
+#include "kernels/attention/kv_layer.cuh"
+#include "kernels/attention/rope_device.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/vec.cuh"
 
@@ -31,9 +32,16 @@ struct Params {
   float scale_log2e;  // scale * log2(e)
   int window;
   const float* sinks;
-  KvView kv;
-  int layer;
+  KvLayer kv;
+  int num_kv_heads;
+  int head_dim;
   float* scratch;
+  // Of decode that rotates and writes K and V itself.
+  const float* k;
+  const float* v;
+  int64_t k_stride;
+  int64_t v_stride;
+  rope::Form form;
 };
 
 __device__ __forceinline__ float minus_infinity() {

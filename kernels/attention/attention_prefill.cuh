@@ -73,10 +73,9 @@ struct Span {
 template <int MAX_D, bool EXACT, int WARPS, int KEYS>
 __device__ __forceinline__ void copy_tile(const Params& p, const Span& span, int tile, int buffer,
                                           PrefillShared<MAX_D, KEYS>& s) {
-  const KvLayout& layout = p.kv.layout;
-  const int head_dim = EXACT ? MAX_D : layout.head_dim;
+  const int head_dim = EXACT ? MAX_D : p.head_dim;
   const int chunks = head_dim / 8;
-  const int64_t elements = p.kv.elements();
+  const int elements = p.kv.elements;
   const uint32_t k = shared_address(&s.k[buffer][0][0]);
   const uint32_t v = shared_address(&s.v[buffer][0][0]);
   for (int item = threadIdx.x; item < KEYS * chunks; item += WARPS * 32) {
@@ -86,9 +85,10 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Span& span, int
     const bool seen = key >= span.first_key && key <= span.last_key;
     const auto* from = reinterpret_cast<const __nv_bfloat16*>(p.kv.pool);
     if (seen) {
-      from = reinterpret_cast<const __nv_bfloat16*>(p.kv.block(span.rows.sequence, key, p.layer)) +
-             static_cast<int64_t>(span.kv_head * layout.block_tokens + key % layout.block_tokens) * head_dim +
-             8 * chunk;
+      const int block = p.kv.block_of(key);
+      const int line = span.kv_head * p.kv.block_tokens + key - block * p.kv.block_tokens;
+      from =
+          reinterpret_cast<const __nv_bfloat16*>(p.kv.block(span.rows.sequence, block)) + line * head_dim + 8 * chunk;
     }
     copy_async_16(chunk_address<MAX_D>(k, row, chunk), from, seen);
     copy_async_16(chunk_address<MAX_D>(v, row, chunk), seen ? from + elements : from, seen);
@@ -131,7 +131,7 @@ __device__ __forceinline__ Owner owner(const Params& p, const Span& span, int ha
 
 template <int MAX_D, bool EXACT>
 __device__ __forceinline__ void start_state(const Params& p, const Span& span, PrefillState<MAX_D>& state) {
-  const int head_dim = EXACT ? MAX_D : p.kv.layout.head_dim;
+  const int head_dim = EXACT ? MAX_D : p.head_dim;
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -245,7 +245,7 @@ __device__ __forceinline__ void add_tile(uint32_t v, const float (&weight)[KEYS 
 
 template <int MAX_D, bool EXACT, class Out>
 __device__ __forceinline__ void write_rows(const Params& p, const Span& span, const PrefillState<MAX_D>& state) {
-  const int head_dim = EXACT ? MAX_D : p.kv.layout.head_dim;
+  const int head_dim = EXACT ? MAX_D : p.head_dim;
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -273,10 +273,10 @@ __device__ __forceinline__ void write_rows(const Params& p, const Span& span, co
 
 // Grid: [Nkv][tiles of rows, as many as there may be].
 template <int MAX_D, bool EXACT, int WARPS, int KEYS, class Out>
-__global__ void __launch_bounds__(WARPS * 32, MAX_D == 64 ? 2 : 1) prefill_kernel(const Params p) {
+__global__ void __launch_bounds__(WARPS * 32, MAX_D == 64 && EXACT ? 2 : 1) prefill_kernel(const Params p) {
   extern __shared__ uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<PrefillShared<MAX_D, KEYS>*>(dynamic_shared);
-  const int kv_heads = p.kv.layout.num_kv_heads;
+  const int kv_heads = p.num_kv_heads;
   // Every warp searches for itself: no barrier, and the row borders are in the cache.
   const RowTile rows = find_row_tile(p, WARPS * 16 / p.group, static_cast<int>(blockIdx.x) / kv_heads);
   if (rows.sequence < 0) {
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(WARPS * 32, MAX_D == 64 ? 2 : 1) prefill_kerne
   copy_tile<MAX_D, EXACT, WARPS, KEYS>(p, span, first_tile, 0, s);
   commit_copies();
   if constexpr (!EXACT) {
-    clear_padding<MAX_D, WARPS, KEYS>(p.kv.layout.head_dim, s);
+    clear_padding<MAX_D, WARPS, KEYS>(p.head_dim, s);
   }
   PrefillState<MAX_D> state;
   start_state<MAX_D, EXACT>(p, span, state);

@@ -17,19 +17,19 @@ struct KvLayout {
   int32_t num_kv_heads = 0;
   int32_t head_dim = 0;
   int32_t layers_per_page = 1;
-  int32_t num_groups = 1;    // ceil(num_layers / layers_per_page)
+  int32_t num_groups = 1;     // ceil(num_layers / layers_per_page)
   Dtype dtype = Dtype::kF32;  // kF32 or kBf16
   // Bytes of one layer of one block, rounded up to a granule.
   [[nodiscard]] MOELORA_HD int64_t layer_bytes() const {
-    const int64_t bytes = int64_t{2} * num_kv_heads * block_tokens * head_dim *
-                          static_cast<int64_t>(dtype_bytes(dtype));
+    const int64_t bytes =
+        int64_t{2} * num_kv_heads * block_tokens * head_dim * static_cast<int64_t>(dtype_bytes(dtype));
     return (bytes + 1023) / 1024 * 1024;
   }
 };
 
 struct KvView {
   KvLayout layout;
-  std::byte* pool = nullptr;              // base of the page pool
+  std::byte* pool = nullptr;  // base of the page pool
   int64_t page_bytes = 0;
   const int32_t* block_tables = nullptr;  // [num_sequences, max_blocks, num_groups] page ids
   int32_t max_blocks = 0;

@@ -10,9 +10,12 @@
 // memory may hold NaN. CUDA has two paths: rows of a sequence with several rows keep that promise among each other; the
 // one row of a sequence (decode) has its keys split by a number that num_sequences decides, so its bits depend on
 // that too.
+// With `rope` the op first does rope_kv_write of the same rows, and is those two ops one after the other, but q need
+// not be rotated in memory after it. CUDA does both in one kernel where no sequence has several rows.
 #pragma once
 
 #include "kernels/attention/kv_view.h"
+#include "kernels/attention/rope_kv_write.h"
 #include "kernels/base/stream.h"
 #include "kernels/base/tensor.h"
 
@@ -30,6 +33,7 @@ struct PagedAttentionArgs {
   const float* sinks = nullptr;  // [Nq] or null
   KvView kv;
   int32_t layer = 0;
+  const RopeKvWriteArgs* rope = nullptr;  // or of the rows above: the same q, positions, kv and layer
   // CUDA only; host values. num_rows: T, or more. At most num_sequences promises that no sequence has several rows.
   int32_t num_rows = 0;
   std::byte* scratch = nullptr;  // device memory, contents undefined

@@ -64,6 +64,9 @@ void attend(const PagedAttentionArgs& args, int32_t sequence, int32_t position, 
 }  // namespace
 
 void paged_attention_cpu(const PagedAttentionArgs& args, Stream& stream) {
+  if (args.rope != nullptr) {
+    rope_kv_write_cpu(*args.rope, stream);
+  }
   if (args.num_sequences == 0) {
     return;
   }

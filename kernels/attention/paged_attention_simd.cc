@@ -3,8 +3,8 @@
 // is read once for all of the item's (row, query head) pairs, which keep a running maximum, sum and weighted
 // values in worker scratch. A pair visits its own keys in runs counted from the start of their block and does
 // the same arithmetic whatever else is in the item: bits do not depend on how a prompt was cut into chunks.
-#include "kernels/base/simd_targets.h"
 #include "kernels/attention/paged_attention.h"
+#include "kernels/base/simd_targets.h"
 
 #include <algorithm>
 #include <cmath>
@@ -23,9 +23,9 @@ namespace moelora {
 namespace HWY_NAMESPACE {
 namespace {
 
-constexpr int32_t kRun = 16;      // keys of a run
-constexpr int32_t kMaxRows = 16;  // rows of an item
-constexpr int32_t kWaiting = 16;  // (row, head) pairs that visit a run together
+constexpr int32_t kRun = 16;       // keys of a run
+constexpr int32_t kMaxRows = 16;   // rows of an item
+constexpr int32_t kWaiting = 16;   // (row, head) pairs that visit a run together
 constexpr float kAbsent = -1e30f;  // score of a key out of sight; its exp is 0
 
 // A run of keys of one kv head: key i of the run at k + i * D elements.
@@ -41,7 +41,9 @@ struct State {
   [[nodiscard]] float& sum() const { return base[1]; }
   [[nodiscard]] float* values() const { return base + 16; }
 };
-constexpr int64_t state_floats(int32_t head_dim) { return 16 + (head_dim + 15) / 16 * 16; }
+constexpr int64_t state_floats(int32_t head_dim) {
+  return 16 + (head_dim + 15) / 16 * 16;
+}
 
 // One (row, query head): where its q lies and what it has seen.
 struct Query {
@@ -56,7 +58,9 @@ HWY_INLINE void score4(const Query* queries, const std::byte* const* keys, int32
   constexpr auto kBytes = static_cast<int32_t>(dtype_bytes(kDtype));
   FloatVec acc[kQueries * 4];
 #pragma GCC unroll 16
-  for (int i = 0; i < kQueries * 4; ++i) acc[i] = hn::Zero(d);
+  for (int i = 0; i < kQueries * 4; ++i) {
+    acc[i] = hn::Zero(d);
+  }
   for (int32_t j = 0; j < head_dim; j += kLanes) {
     const int32_t rest = head_dim - j;
     FloatVec key[4];
@@ -70,7 +74,9 @@ HWY_INLINE void score4(const Query* queries, const std::byte* const* keys, int32
       const auto* at = reinterpret_cast<const std::byte*>(queries[i].q + j);
       const FloatVec q = rest >= kLanes ? load_natural<Dtype::kF32>(at) : load_natural<Dtype::kF32>(at, rest);
 #pragma GCC unroll 4
-      for (int c = 0; c < 4; ++c) acc[i * 4 + c] = hn::MulAdd(q, key[c], acc[i * 4 + c]);
+      for (int c = 0; c < 4; ++c) {
+        acc[i * 4 + c] = hn::MulAdd(q, key[c], acc[i * 4 + c]);
+      }
     }
   }
   const hn::FixedTag<float, 4> d4;
@@ -99,12 +105,16 @@ HWY_INLINE void add_values(const std::byte* v, const float* weights, int32_t cou
       const std::byte* row = v + (static_cast<int64_t>(c) * head_dim + j) * kBytes;
       FloatVec value[kWide];
 #pragma GCC unroll 8
-      for (int n = 0; n < kWide; ++n) value[n] = load_natural<kDtype>(row + n * kLanes * kBytes);
+      for (int n = 0; n < kWide; ++n) {
+        value[n] = load_natural<kDtype>(row + n * kLanes * kBytes);
+      }
 #pragma GCC unroll 4
       for (int i = 0; i < kQueries; ++i) {
         const FloatVec weight = hn::Set(d, weights[i * kRun + c]);
 #pragma GCC unroll 8
-        for (int n = 0; n < kWide; ++n) acc[i * kWide + n] = hn::MulAdd(weight, value[n], acc[i * kWide + n]);
+        for (int n = 0; n < kWide; ++n) {
+          acc[i * kWide + n] = hn::MulAdd(weight, value[n], acc[i * kWide + n]);
+        }
       }
     }
 #pragma GCC unroll 16
@@ -131,14 +141,18 @@ HWY_INLINE void add_values(const std::byte* v, const float* weights, int32_t cou
 // state holds already.
 HWY_INLINE float update_softmax(float* scores, int32_t count, float scale, const State& state) {
   const FloatTag d;
-  for (int32_t i = count; i < kRun; ++i) scores[i] = kAbsent;
+  for (int32_t i = count; i < kRun; ++i) {
+    scores[i] = kAbsent;
+  }
   FloatVec top = hn::Set(d, state.max());
   for (int32_t i = 0; i < kRun; i += kLanes) {
     const FloatVec scaled = hn::Mul(hn::Set(d, scale), hn::Load(d, scores + i));
     hn::Store(scaled, d, scores + i);
     top = hn::Max(top, scaled);
   }
-  for (int32_t i = count; i < kRun; ++i) scores[i] = kAbsent;
+  for (int32_t i = count; i < kRun; ++i) {
+    scores[i] = kAbsent;
+  }
   const float max = hn::GetLane(hn::MaxOfLanes(d, top));
   FloatVec total = hn::Zero(d);
   for (int32_t i = 0; i < kRun; i += kLanes) {
@@ -164,18 +178,28 @@ HWY_INLINE void visit_run(const KeyRun& run, int32_t low, int32_t high, const Qu
   const int32_t keys = high - low;
   for (int32_t c = 0; c < keys; c += 4) {
     const std::byte* key[4];
-    for (int32_t n = 0; n < 4; ++n) key[n] = run.k + (low + std::min(c + n, keys - 1)) * row_bytes;
+    for (int32_t n = 0; n < 4; ++n) {
+      key[n] = run.k + (low + std::min(c + n, keys - 1)) * row_bytes;
+    }
     int32_t i = 0;
-    for (; i + 4 <= count; i += 4) score4<kDtype, 4>(queries + i, key, head_dim, scores + i * kRun + c);
-    for (; i < count; ++i) score4<kDtype, 1>(queries + i, key, head_dim, scores + i * kRun + c);
+    for (; i + 4 <= count; i += 4) {
+      score4<kDtype, 4>(queries + i, key, head_dim, scores + i * kRun + c);
+    }
+    for (; i < count; ++i) {
+      score4<kDtype, 1>(queries + i, key, head_dim, scores + i * kRun + c);
+    }
   }
-  for (int32_t i = 0; i < count; ++i) keep[i] = update_softmax(scores + i * kRun, keys, scale, queries[i].state);
+  for (int32_t i = 0; i < count; ++i) {
+    keep[i] = update_softmax(scores + i * kRun, keys, scale, queries[i].state);
+  }
   const std::byte* v = run.v + low * row_bytes;
   int32_t i = 0;
   for (; i + 4 <= count; i += 4) {
     add_values<kDtype, 4>(v, scores + i * kRun, keys, keep + i, head_dim, queries + i);
   }
-  for (; i < count; ++i) add_values<kDtype, 1>(v, scores + i * kRun, keys, keep + i, head_dim, queries + i);
+  for (; i < count; ++i) {
+    add_values<kDtype, 1>(v, scores + i * kRun, keys, keep + i, head_dim, queries + i);
+  }
 }
 
 // One item: rows [begin, end) of the batch, all of `sequence`, and the query heads of one kv head.
@@ -207,7 +231,9 @@ void finish(const PagedAttentionArgs& args, int32_t row, int32_t head, const Sta
   for (; j + kLanes <= head_dim; j += kLanes) {
     hn::StoreU(hn::Mul(hn::Set(d, factor), hn::LoadU(d, state.values() + j)), d, out + j);
   }
-  for (; j < head_dim; ++j) out[j] = factor * state.values()[j];
+  for (; j < head_dim; ++j) {
+    out[j] = factor * state.values()[j];
+  }
 }
 
 template <Dtype kDtype>
@@ -231,36 +257,46 @@ void run_item(const PagedAttentionArgs& args, const Item& item, std::byte* scrat
     const int32_t block_begin = key / layout.block_tokens * layout.block_tokens;
     const int32_t run_begin = block_begin + (key - block_begin) / kRun * kRun;
     const int32_t run_end = std::min(run_begin + kRun, block_begin + layout.block_tokens);
-    const std::byte* k = args.kv.block(item.sequence, key, args.layer) +
-                         (static_cast<int64_t>(item.kv_head) * layout.block_tokens + run_begin - block_begin) *
-                             head_dim * kv_bytes;
+    const std::byte* k =
+        args.kv.block(item.sequence, key, args.layer) +
+        (static_cast<int64_t>(item.kv_head) * layout.block_tokens + run_begin - block_begin) * head_dim * kv_bytes;
     const KeyRun run{k, k + args.kv.elements() * kv_bytes};
     Query waiting[kWaiting];  // neighbours that see the same keys of this run
     int32_t count = 0;
     int32_t low = 0;
     int32_t high = 0;
     const auto visit_waiting = [&]() HWY_ATTR {
-      if (count > 0) visit_run<kDtype>(run, low, high, waiting, count, args.scale, head_dim);
+      if (count > 0) {
+        visit_run<kDtype>(run, low, high, waiting, count, args.scale, head_dim);
+      }
       count = 0;
     };
     for (int32_t row = item.begin; row < item.end; ++row) {
       const int32_t row_low = std::max(first_position(args, row), run_begin) - run_begin;
       const int32_t row_high = std::min(args.positions[row] + 1, run_end) - run_begin;
-      if (row_low >= row_high) continue;
-      if (row_low != low || row_high != high) visit_waiting();
+      if (row_low >= row_high) {
+        continue;
+      }
+      if (row_low != low || row_high != high) {
+        visit_waiting();
+      }
       low = row_low;
       high = row_high;
       for (int32_t h = 0; h < heads; ++h) {
         const float* q = args.q.row(row) + static_cast<int64_t>(item.kv_head * heads + h) * head_dim;
         waiting[count++] = {q, state_of(row, h)};
-        if (count == kWaiting) visit_waiting();
+        if (count == kWaiting) {
+          visit_waiting();
+        }
       }
     }
     visit_waiting();
     key = run_end;
   }
   for (int32_t row = item.begin; row < item.end; ++row) {
-    for (int32_t h = 0; h < heads; ++h) finish(args, row, item.kv_head * heads + h, state_of(row, h));
+    for (int32_t h = 0; h < heads; ++h) {
+      finish(args, row, item.kv_head * heads + h, state_of(row, h));
+    }
   }
 }
 
@@ -268,8 +304,7 @@ void run_item(const PagedAttentionArgs& args, const Item& item, std::byte* scrat
 int32_t item_rows(const PagedAttentionArgs& args, const Stream& stream) {
   const int64_t heads = args.num_heads / args.kv.layout.num_kv_heads;
   const int64_t bytes = heads * state_floats(args.kv.layout.head_dim) * static_cast<int64_t>(sizeof(float));
-  return static_cast<int32_t>(
-      std::min<int64_t>(kMaxRows, static_cast<int64_t>(stream.scratch_bytes()) / bytes));
+  return static_cast<int32_t>(std::min<int64_t>(kMaxRows, static_cast<int64_t>(stream.scratch_bytes()) / bytes));
 }
 
 }  // namespace
@@ -286,7 +321,9 @@ void attention_dispatch(const PagedAttentionArgs& args, Stream& stream) {
     int32_t s = 0;
     for (;; ++s) {
       const int32_t here = (args.row_begin[s + 1] - args.row_begin[s] + rows - 1) / rows;
-      if (tile < here) break;
+      if (tile < here) {
+        break;
+      }
       tile -= here;
     }
     const int32_t begin = args.row_begin[s] + tile * rows;
@@ -303,7 +340,9 @@ void attention_dispatch(const PagedAttentionArgs& args, Stream& stream) {
 HWY_AFTER_NAMESPACE();
 #else
 namespace moelora::HWY_NAMESPACE {
-void attention_dispatch(const PagedAttentionArgs& args, Stream& stream) { paged_attention_cpu(args, stream); }
+void attention_dispatch(const PagedAttentionArgs& args, Stream& stream) {
+  paged_attention_cpu(args, stream);
+}
 }  // namespace moelora::HWY_NAMESPACE
 #endif
 
@@ -313,6 +352,9 @@ namespace moelora {
 HWY_EXPORT(attention_dispatch);
 
 void paged_attention_simd(const PagedAttentionArgs& args, Stream& stream) {
+  if (args.rope != nullptr) {
+    rope_kv_write_cpu(*args.rope, stream);
+  }
   HWY_DYNAMIC_DISPATCH(attention_dispatch)(args, stream);
 }
 

@@ -12,19 +12,19 @@
 namespace moelora {
 
 struct RopeKvWriteArgs {
-  Rows q;                                  // [T, Nq * D]
-  Rows k;                                  // [T, Nkv * D]
-  Rows v;                                  // [T, Nkv * D]
+  Rows q;  // [T, Nq * D]
+  Rows k;  // [T, Nkv * D]
+  Rows v;  // [T, Nkv * D]
   int32_t num_rows = 0;
-  int32_t num_heads = 0;                   // Nq; Nkv and D are in kv.layout
-  float clip = 0.0f;                       // 0 = none
-  Weight q_norm;                           // [1, D] or empty
-  Weight k_norm;                           // [1, D] or empty
+  int32_t num_heads = 0;  // Nq; Nkv and D are in kv.layout
+  float clip = 0.0f;      // 0 = none
+  Weight q_norm;          // [1, D] or empty
+  Weight k_norm;          // [1, D] or empty
   float eps = 0.0f;
-  const float* inv_freq = nullptr;         // [D / 2]
+  const float* inv_freq = nullptr;  // [D / 2]
   float rope_scale = 1.0f;
-  const int32_t* positions = nullptr;      // [T]
-  const int32_t* row_sequence = nullptr;   // [T] index into kv.block_tables
+  const int32_t* positions = nullptr;     // [T]
+  const int32_t* row_sequence = nullptr;  // [T] index into kv.block_tables
   KvView kv;
   int32_t layer = 0;
 };

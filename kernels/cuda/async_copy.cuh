@@ -21,6 +21,10 @@ __device__ __forceinline__ void async_copy4(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Asks for the line of 128 bytes to be brought to the L2.
+__device__ __forceinline__ void prefetch_line(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -6,7 +6,8 @@
 
 namespace moelora {
 
-void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+void Model::attend(const ForwardInput& input, int32_t layer, const RopeKvWriteArgs* rope, Workspace& workspace,
+                   Stream& stream) const {
   PagedAttentionArgs attention;
   attention.q = workspace.q;
   attention.out = workspace.attention;
@@ -19,6 +20,7 @@ void Model::attend(const ForwardInput& input, int32_t layer, Workspace& workspac
   attention.sinks = weights_.layers[static_cast<size_t>(layer)].sinks;
   attention.kv = input.kv;
   attention.layer = layer;
+  attention.rope = rope;
   attention.num_rows = input.num_rows;
   attention.scratch = workspace.scratch;
   attention.scratch_bytes = workspace.scratch_bytes;
@@ -77,9 +79,12 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
   rope.row_sequence = input.row_sequence;
   rope.kv = input.kv;
   rope.layer = layer;
-  kernels_.rope_kv_write(rope, stream);
-
-  attend(input, layer, workspace, stream);
+  // Rows of a prompt attend to each other: their K and V have to be there before.
+  const bool apart = input.num_rows > input.num_sequences;
+  if (apart) {
+    kernels_.rope_kv_write(rope, stream);
+  }
+  attend(input, layer, apart ? nullptr : &rope, workspace, stream);
 
   LinearArgs o = linear_args(input, layer, workspace.attention, q_width, workspace);
   o.num_parts = 1;

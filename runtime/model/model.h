@@ -38,7 +38,8 @@ class Model {
 
  private:
   void attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
-  void attend(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void attend(const ForwardInput& input, int32_t layer, const RopeKvWriteArgs* rope, Workspace& workspace,
+              Stream& stream) const;
   void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void shared_expert(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;

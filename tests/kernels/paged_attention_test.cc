@@ -167,6 +167,53 @@ TEST_CASE("paged_attention of nothing does nothing, and a sequence may have no r
   }
 }
 
+TEST_CASE("paged_attention with rotation is rope_kv_write and then paged_attention") {
+  Stream stream(2, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    INFO(kernels->name);
+    std::vector<float> outs[2];
+    std::vector<char> pools[2];
+    for (const bool together : {false, true}) {
+      Draw draw(3);
+      const std::vector<int32_t> lengths = {20, 33};
+      KvFixture kv({16, 2, 32, 2, 2, Dtype::kBf16}, lengths, 17);
+      kv.fill(0, 19, kLayer, draw);
+      kv.fill(1, 30, kLayer, draw);
+      const std::vector<int32_t> positions = {19, 30, 31, 32}, sequences = {0, 1, 1, 1}, begin = {0, 1, 4};
+      const std::vector<float> inv_freq = draw.floats(16);
+      const PoisonedRows q(4, 128, draw.floats(4 * 128)), k(4, 64, draw.floats(4 * 64)), v(4, 64, draw.floats(4 * 64));
+      const PoisonedRows out(4, 128);
+      RopeKvWriteArgs rope;
+      rope.q = q.view(), rope.k = k.view(), rope.v = v.view();
+      rope.num_rows = rope.num_heads = 4;
+      rope.inv_freq = inv_freq.data();
+      rope.positions = positions.data();
+      rope.row_sequence = sequences.data();
+      rope.kv = kv.view();
+      rope.layer = kLayer;
+      PagedAttentionArgs args;
+      args.q = q.view(), args.out = out.view();
+      args.num_sequences = 2;
+      args.num_heads = 4;
+      args.row_begin = begin.data();
+      args.positions = positions.data();
+      args.scale = 0.3f;
+      args.kv = kv.view();
+      args.layer = kLayer;
+      args.rope = together ? &rope : nullptr;
+      if (!together) {
+        kernels->rope_kv_write(rope, stream);
+      }
+      kernels->paged_attention(args, stream);
+      const auto* pool = reinterpret_cast<const char*>(kv.pool().data());
+      pools[together].assign(pool, pool + kv.pool().size());
+      outs[together] = out.values();
+    }
+    CHECK(pools[0] == pools[1]);
+    CHECK(same_bits(outs[0], outs[1]));
+  }
+}
+
 TEST_CASE("a sink joins the softmax of paged_attention unscaled (worked example)") {
   Stream stream(1, kTestScratchBytes);
   for (const Kernels* kernels : backends()) {

@@ -243,6 +243,26 @@ TEST_CASE("paged_attention_cuda in decode of 1 and of many sequences") {
   }
 }
 
+TEST_CASE("paged_attention_cuda in decode of a long sequence among many short ones") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  // A warp has more than twice 32 units, whose pages it looks up 32 at a time.
+  for (const Shape shape : {Shape{1, 1, 64}, Shape{2, 1, 128}, Shape{2, 1, 48}, Shape{1, 1, 256}}) {
+    for (const int32_t block_tokens : {16, 48}) {
+      INFO("Nq=" << shape.heads << " Nkv=" << shape.kv_heads << " D=" << shape.head_dim << " blocks of "
+                 << block_tokens);
+      Draw draw(7);
+      std::vector<int32_t> lengths;
+      for (int32_t s = 0; s < 270; ++s) {
+        lengths.push_back(s == 100 ? 9000 : 1 + draw.below(20));
+      }
+      check(AttentionCase(shape.heads, shape.kv_heads, shape.head_dim, lengths, std::vector<int32_t>(270, 1),
+                          block_tokens));
+    }
+  }
+}
+
 TEST_CASE("paged_attention_cuda in a long prefill and in batches of many chunks") {
   if (gpu() == nullptr) {
     return;
