@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(THREADS) combine_kernel(const Params p) {
   *to = result;
 }
 
-__device__ __forceinline__ Vec4<float> load_norm_weights(const Params& p, int group) {
+__device__ __forceinline__ Vec4<float> norm_weights(const Params& p, int group) {
   Vec4<float> result;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(kNormThreads, KEEP* BATCH > 16 ? 1 : 2) combin
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
     if (group_of(i) < groups) {
-      weights[i] = load_norm_weights(p, group_of(i));
+      weights[i] = norm_weights(p, group_of(i));
     }
   }
   wait_for_previous();

@@ -156,8 +156,18 @@ TEST_CASE("no op allocates") {
     CHECK(second_run([&] { kernels->moe_gate_up(gate_up, stream); }) == 0);
     const MoeDownArgs down = layer.down();
     CHECK(second_run([&] { kernels->moe_down(down, stream); }) == 0);
-    const MoeCombineArgs combine = {layer.out.view(),   layer.weights.data(), sort.order, kRows, kTopK, kHidden, {}, {},
-                                    layer.hidden.view()};
+    const MoeCombineArgs combine = {layer.out.view(),
+                                    layer.weights.data(),
+                                    sort.order,
+                                    kRows,
+                                    kTopK,
+                                    kHidden,
+                                    {},
+                                    {},
+                                    layer.hidden.view(),
+                                    {},
+                                    0.0f,
+                                    {}};
     CHECK(second_run([&] { kernels->moe_combine(combine, stream); }) == 0);
     const Weight norm = {layer.weight.data(), Dtype::kBf16, 1, kHidden};
     const RmsNormArgs rms_norm = {layer.moe.x.view(), nullptr, norm, 1e-6f, kRows, kHidden, layer.q.view()};
