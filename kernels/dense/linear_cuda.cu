@@ -1,14 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
-// Few rows: kernels/dense/linear_skinny.cuh, one launch for all parts. Many rows: cuBLASLt per part, then one launch
-// adds LoRA and bias to what it wrote. A bf16 output is then rounded before LoRA and bias are added and again after.
-// Without cuBLASLt the kernel for few rows takes them in tiles. Sums over K of our own are ordered by the shape, those
-// of cuBLASLt too; whether a batch has adapters never matters. A row takes nothing from the adapters of others: a delta
-// is added where the row has one, not multiplied by zero where it has none.
-// H200, between two events, read ceiling 4.5 TB/s. gpt-oss-20b: lm_head of 1 row 253 us for 1158 MB = 99 %, of 64 rows
-// 305 us; q, k, v and o of 1 row 14.7 us for 29 MB and 12.0 us for 24 MB, with an adapter of rank 32 21.6 and 16.8; of
-// 64 rows 27.6 and 24.3 us (cuBLASLt 33.7 and 19.1), with 8 adapters 47.9 and 34.5 us; of 4096 rows 245 and 186 us.
-// Qwen3-30B-A3B, 1 row: 12.0 us for 21 MB and 9.9 us for 17 MB.
+// Few rows: kernels/dense/linear_skinny.cuh, one launch for all parts. Many rows: cuBLASLt per part, with the bias if it
+// takes it, then one launch adds LoRA to the rows that have adapters, and a bias that is left. A bf16 output is then
+// rounded before they are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums
+// over K of our own are ordered by the shape, those of cuBLASLt too; whether a batch has adapters never matters. A row
+// takes nothing from the adapters of others: a delta is added where the row has one, not multiplied by zero where it
+// has none.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -119,6 +116,19 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   p.layer = args.layer;
 }
 
+// LoRA, and bias where the product left it out, of parts whose products are in memory.
+void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, const CudaStream& state) {
+  epilogue.num_rows = common.num_rows;
+  epilogue.table = common.table;
+  epilogue.row_slot = common.row_slot;
+  epilogue.row_scale = common.row_scale;
+  epilogue.shrunk = common.shrunk;
+  epilogue.num_modules = common.num_modules;
+  epilogue.rank_stride = common.rank_stride;
+  epilogue.layer = common.layer;
+  linear_epilogue::launch(epilogue, state);
+}
+
 }  // namespace
 
 void linear_cuda(const LinearArgs& args, Stream& stream) {
@@ -173,8 +183,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     }
     const void* const bias = done == DenseGemm::Done::kProductAndBias ? nullptr : own.bias;
     if (own.module >= 0 || bias != nullptr) {
-      epilogue.add(
-          {bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32, own.out_f32, false});
+      epilogue.add({bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32, own.out_f32});
     }
   }
   if (skinny.params.num_parts > 0) {
@@ -185,15 +194,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     check_launch("linear, fp32 weights");
   }
   if (epilogue.num_parts > 0) {
-    epilogue.num_rows = common.num_rows;
-    epilogue.table = common.table;
-    epilogue.row_slot = common.row_slot;
-    epilogue.row_scale = common.row_scale;
-    epilogue.shrunk = common.shrunk;
-    epilogue.num_modules = common.num_modules;
-    epilogue.rank_stride = common.rank_stride;
-    epilogue.layer = common.layer;
-    linear_epilogue::launch(epilogue, state);
+    launch_epilogue(epilogue, common, state);
   }
 }
 

@@ -4,12 +4,13 @@
 // counting sort each warp owns a run of items and a row of counters in shared memory; items of one warp and one key get
 // their ranks by matching lanes, so nothing depends on timing. Segments are the heads of runs in the sorted order,
 // numbered by a scan. Up to 512 pairs (decode) each thread has one item and sorted slots stay in shared memory: limited
-// by the latency of a few barriers; beyond, by one SM's throughput.
-// H200, between two events: 4 pairs 7.2 us, 256 pairs 7.3 (9.0 with slots out of order), 16,384 pairs 63 us.
+// by the latency of a few barriers. More pairs: kernels/moe/moe_sort_many.cuh.
+// H200, between two events: 4 pairs 7.2 us, 256 pairs 7.3 (9.0 with slots out of order).
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/moe/moe_sort.h"
+#include "kernels/moe/moe_sort_many.cuh"
 
 namespace moelora {
 namespace {
@@ -317,7 +318,7 @@ void moe_sort_cuda(const MoeSortArgs& args, Stream& stream) {
   if (pairs <= SMALL_PAIRS) {
     launch_dependent(sort_kernel<16, true>, dim3(1), 16 * 32, 0, cuda_state(stream), args);
   } else {
-    launch_dependent(sort_kernel<32, false>, dim3(1), 32 * 32, 0, cuda_state(stream), args);
+    sort_many::launch(args, cuda_state(stream));
   }
   check_launch("moe_sort");
 }

@@ -100,9 +100,10 @@ std::vector<float> draw_scales(Draw& draw, int32_t rows) {
 }
 
 struct LoraCase {
-  LoraCase(const Shape& shape, const std::vector<int32_t>& ranks, Dtype weight, Dtype out, uint32_t seed)
+  LoraCase(const Shape& shape, const std::vector<int32_t>& ranks, Dtype weight, Dtype out, uint32_t seed,
+           Dtype bias = Dtype::kBf16)
       : draw(seed),
-        linear(shape.rows, shape.k, shape.outputs, seed + 1, weight, out),
+        linear(shape.rows, shape.k, shape.outputs, seed + 1, weight, out, bias),
         adapters(draw_adapters(draw, ranks, shape), 2, 1, 3, seed + 2),
         device(adapters) {
     adapt_all(linear);
@@ -141,7 +142,7 @@ TEST_CASE("linear_cuda of the base equals the formula") {
     }
   }
   for (const Shape& shape : {Shape{3, 2880, {2880, 60, 1}}, Shape{64, 2880, {64, 130}}, Shape{300, 200, {130, 8}},
-                             Shape{33, 64, {2880}}, Shape{65, 4096, {60}}}) {
+                             Shape{301, 200, {132, 64, 8}}, Shape{33, 64, {2880}}, Shape{65, 4096, {60}}}) {
     shapes.push_back(shape);
   }
   for (const Shape& shape : shapes) {
@@ -277,6 +278,38 @@ TEST_CASE("linear_cuda: rows without a delta keep the bits of a batch without Lo
             CHECK(lora.same_row(base, mixed, p, t));
           } else if (shape.outputs[p] > 1) {
             CHECK_FALSE(lora.same_row(base, mixed, p, t));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Outputs in whole groups of four and not, more than a warp takes, with the bias in cuBLASLt's product and after it.
+TEST_CASE("linear_cuda of many rows: LoRA after a product with and without its bias") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const std::vector<int32_t>& outputs : {std::vector{260, 132, 64}, std::vector{33, 260, 130}}) {
+    for (const Dtype bias : {Dtype::kBf16, Dtype::kF32}) {
+      const Shape shape{197, 200, outputs};
+      LoraCase lora(shape, {8, 33, 32, 70}, Dtype::kBf16, Dtype::kF32, 10, bias);
+      const std::vector<int32_t> slots = draw_slots(lora.draw, shape.rows, 4);
+      const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
+      for (const bool accumulate : {false, true}) {
+        INFO(text(shape) << " bias " << dtype_name(bias) << " accumulate " << accumulate);
+        lora.linear.accumulate = accumulate;
+        const auto result = lora.run(slots, scales);
+        check_values(lora.linear, result, &lora.adapters);
+        CHECK(result == lora.run(slots, scales));
+        const auto base = lora.run(std::vector<int32_t>(slots.size(), 0), scales);
+        CHECK(base == lora.linear.run());
+        for (size_t p = 0; p < outputs.size(); ++p) {
+          for (int32_t t = 0; t < shape.rows; ++t) {
+            if (slots[static_cast<size_t>(t)] == 0) {
+              INFO("part " << p << " row " << t);
+              CHECK(lora.same_row(base, result, p, t));
+            }
           }
         }
       }
