@@ -26,7 +26,7 @@ namespace moelora::expert_delta {
 constexpr int kCluster = 8;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 3;
+constexpr int kBlocksPerSm = 4;
 constexpr int kPanels = 4;  // of a pass
 constexpr int kRanks = kPanels * kTileRanks;
 constexpr int kTokens = 8;                  // multiplied at once
