@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // lora_shrink for few rows or pairs: a block takes one panel of 8 ranks of one module for the rows of one adapter (and
-// expert), so that A is read once however many these are. Its 8 warps split K into contiguous ranges of 64-input
+// expert), so that A is read once however many these are. Its 7 warps split K into contiguous ranges of 64-input
 // blocks; a warp asks for all of its range at once, holds it in shared memory for 16 rows after 16, and the warps' sums
 // are added in warp order. For dense linears everything but x is there since the step began, so A is on its way before
 // this kernel waits for x. Limited by latency: segment, record, A for the experts, x alone for dense linears.
@@ -19,11 +19,12 @@
 
 namespace moelora::shrink_rows {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 7;  // and one more, so that two blocks of 128 registers a thread share an SM
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-constexpr int kTokens = 16;  // rows at once
-constexpr int kHeldMax = 8;  // blocks of 64 inputs whose A a warp holds
+constexpr int kGroups = 2;  // of 8 rows at once
+constexpr int kTokens = 8 * kGroups;
+constexpr int kHeldMax = 10;  // blocks of 64 inputs whose A a warp holds
 
 struct Params {
   AdapterTable table;
@@ -46,17 +47,22 @@ struct Params {
   int held;  // blocks whose A a warp holds
 };
 
+__device__ __forceinline__ int panel_index() {
+  return static_cast<int>(blockIdx.x);
+}
+__device__ __forceinline__ int module_index() {  // of the batch's modules
+  return static_cast<int>(blockIdx.y);
+}
+
 // One panel of one adapter, and the rows that use it.
 struct Work {
   int begin;  // positions
   int end;
   int slot;
-  int module;  // of the batch's modules
-  int panel;
   int rank;  // 0: nothing to do
   float scale;
   int a;
-  int4 a_pages;
+  const ResolvedLora* record;
 };
 // Up to kTokens of its positions; lane i has the i-th.
 struct Tokens {
@@ -65,28 +71,33 @@ struct Tokens {
   float scale;  // of the row
 };
 
+// A load that stays where it stands: look-ups that do not depend on each other are under way together.
+__device__ __forceinline__ int load_now(const int32_t* from) {
+  int value;
+  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
 // Segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
 template <bool EXPERTS>
-__device__ __forceinline__ Work find_work(const Params& p, int segment, int module, int panel, bool& ended) {
+__device__ __forceinline__ Work find_work(const Params& p, int segment, bool& ended, int4& pages) {
   Work work;
-  const int num_segments = __ldcg(p.num_segments);
-  work.begin = __ldcg(p.segment_begin + segment);
-  work.end = __ldcg(p.segment_begin + segment + 1);
-  work.slot = __ldcg(p.segment_slot + segment);
-  const int expert = EXPERTS ? __ldcg(p.segment_expert + segment) : 0;
-  work.module = module;
-  work.panel = panel;
+  const int num_segments = load_now(p.num_segments);
+  work.begin = load_now(p.segment_begin + segment);
+  work.end = load_now(p.segment_begin + segment + 1);
+  work.slot = load_now(p.segment_slot + segment);
+  const int expert = EXPERTS ? load_now(p.segment_expert + segment) : 0;
   work.rank = 0;
   ended = segment >= num_segments;
   if (!ended && work.slot != 0) {
-    const ResolvedLora* record;
     if constexpr (EXPERTS) {
-      record = p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module]));
+      work.record =
+          p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module_index()]));
     } else {
-      record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module]));
+      work.record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module_index()]));
     }
-    const int4 head = __ldcg(reinterpret_cast<const int4*>(record));  // rank, scale, a, b
-    work.a_pages = __ldcg(reinterpret_cast<const int4*>(record->a_pages));
+    const int4 head = __ldcg(reinterpret_cast<const int4*>(work.record));  // rank, scale, a, b
+    pages = __ldcg(reinterpret_cast<const int4*>(work.record->a_pages));
     work.rank = head.x;
     work.scale = __int_as_float(head.y);
     work.a = head.z;
@@ -98,22 +109,24 @@ __device__ __forceinline__ Tokens find_tokens(const Params& p, const Work& work,
   const int lane = threadIdx.x % 32;
   Tokens tokens;
   tokens.count = min(work.end - first, kTokens);
-  tokens.row = lane < tokens.count ? __ldcg(p.rows + first + lane) : 0;
+  tokens.row = lane < tokens.count ? load_now(p.rows + first + lane) : 0;
   tokens.scale = lane < tokens.count ? __ldcg(p.row_scale + tokens.row) : 0.0f;
   return tokens;
 }
 
 // Asks for the panel's blocks [base, min(base + p.held, end)) into this warp's `stage`. A lane finds there what it
 // copied itself: its chunks t and t + 4 of rank g of a block.
-__device__ __forceinline__ void load_panel(const Params& p, const Work& work, int base, int end, std::byte* stage) {
+__device__ __forceinline__ void load_panel(const Params& p, const Work& work, const int4& pages, int base, int end,
+                                           std::byte* stage) {
   const int lane = threadIdx.x % 32;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
   const int count = min(p.held, end - base);
   unsigned long long granule = 0;  // lane i finds the i-th
   if (lane < count) {
     granule = reinterpret_cast<unsigned long long>(
-        paged_granule(p.table, work.slot, work.a, work.a_pages, work.panel * blocks + base + lane));
+        paged_granule(p.table, work.slot, work.a, pages, panel_index() * blocks + base + lane));
   }
+#pragma unroll 1
   for (int u = 0; u < count; ++u) {
     const auto* tile =
         reinterpret_cast<const std::byte*>(__shfl_sync(0xffffffffu, granule, u)) + lane % 4 * 128 + lane / 4 * 16;
@@ -125,18 +138,18 @@ __device__ __forceinline__ void load_panel(const Params& p, const Work& work, in
 }
 
 // acc += A x over the blocks [base, end) that `stage` holds. x[j]: the row of token 8 j + lane / 4, null = none.
-template <int NT>
 __device__ __forceinline__ void multiply(const Params& p, const std::byte* stage, int base, int end,
-                                         const __nv_bfloat16* const (&x)[NT], float (&acc)[NT][4]) {
-  constexpr int kTogether = NT == 1 ? 6 : 2;  // blocks whose x is in flight at once
+                                         const __nv_bfloat16* const (&x)[kGroups], float (&acc)[kGroups][4]) {
+  constexpr int kTogether = 3;  // blocks whose x is in flight at once
   const int lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int first = base; first < end; first += kTogether) {
-    uint4 values[kTogether * 2][NT];
+    uint4 values[kTogether * 2][kGroups];
 #pragma unroll
     for (int i = 0; i < kTogether * 2; ++i) {
       const int column = (first + i / 2) * kTileColumns + lane % 4 * 8 + i % 2 * 32;
 #pragma unroll
-      for (int j = 0; j < NT; ++j) {
+      for (int j = 0; j < kGroups; ++j) {
         values[i][j] = zero_chunk();
         if (first + i / 2 < end && column < p.k && x[j] != nullptr) {
           values[i][j] = *reinterpret_cast<const uint4*>(x[j] + column);
@@ -150,7 +163,7 @@ __device__ __forceinline__ void multiply(const Params& p, const std::byte* stage
         const uint4 a =
             *reinterpret_cast<const uint4*>(stage + (first - base + i / 2) * kGranuleBytes + i % 2 * 512 + lane * 16);
 #pragma unroll
-        for (int j = 0; j < NT; ++j) {
+        for (int j = 0; j < kGroups; ++j) {
           mma_chunk(acc[j], a, zero_chunk(), values[i][j]);
         }
       }
@@ -160,31 +173,32 @@ __device__ __forceinline__ void multiply(const Params& p, const std::byte* stage
 
 // The rows of `tokens`, from position `first` on: sums of the warps in warp order, times the row's scale. Called by the
 // whole block; `held` is the first block whose A is in this warp's `stage`.
-template <bool EXPERTS, int NT>
+template <bool EXPERTS>
 __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work, const Tokens& tokens, int first,
                                               std::byte* stage, int& held, float* partial) {
-  constexpr int kElements = NT * 64;  // [group of 8 tokens][register][lane]; registers 2 and 3 are of no rank
+  constexpr int kElements = kGroups * 64;  // [group of 8 tokens][register][lane]; registers 2 and 3 are of no rank
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
   const int end = (warp + 1) * blocks / kWarps;
-  const __nv_bfloat16* x[NT];
+  const __nv_bfloat16* x[kGroups];
 #pragma unroll
-  for (int j = 0; j < NT; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     const int token = 8 * j + lane / 4;
     const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
     x[j] = token < tokens.count ? p.x + (p.x_by_position ? int64_t{first} + token : row) * p.x_stride : nullptr;
   }
-  float acc[NT][4] = {};
+  float acc[kGroups][4] = {};
+#pragma unroll 1
   for (int base = warp * blocks / kWarps; base < end; base += p.held) {
     if (base != held) {
-      load_panel(p, work, base, end, stage);
+      load_panel(p, work, __ldcg(reinterpret_cast<const int4*>(work.record->a_pages)), base, end, stage);
       held = base;
     }
-    multiply<NT>(p, stage, base, min(base + p.held, end), x, acc);
+    multiply(p, stage, base, min(base + p.held, end), x, acc);
   }
 #pragma unroll
-  for (int j = 0; j < NT; ++j) {
+  for (int j = 0; j < kGroups; ++j) {
     partial[warp * kElements + j * 64 + lane] = acc[j][0];
     partial[warp * kElements + j * 64 + 32 + lane] = acc[j][1];
   }
@@ -196,65 +210,58 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
       sum += partial[w * kElements + e];
     }
     const int token = e / 64 * 8 + 2 * (lane % 4) + e / 32 % 2;
-    const int rank = work.panel * kTileRanks + lane / 4;
+    const int rank = panel_index() * kTileRanks + lane / 4;
     const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
     const float scale = __shfl_sync(0xffffffffu, tokens.scale, token) * work.scale;
     if (token < tokens.count) {
       const int64_t at = EXPERTS ? int64_t{first} + token : row;
-      p.out[(at * p.num_modules + work.module) * p.rank_stride + rank] =
+      p.out[(at * p.num_modules + module_index()) * p.rank_stride + rank] =
           rank < work.rank && scale != 0.0f ? sum * scale : 0.0f;
     }
   }
   __syncthreads();  // read before the next sums are written
 }
 
-// Grid: x = module and panel; y = segments in turn.
+// Grid: panels, modules, segments in turn. Dense: an eighth warp lets the next kernel start as soon as x is
+// there, whatever the others are looking up.
 template <bool EXPERTS>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
   extern __shared__ uint4 dynamic_shared[];
   __shared__ float partial[kWarps * kTokens * 8];
-  std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + threadIdx.x / 32 * p.held * kGranuleBytes;
-  bool waited = EXPERTS;
-  if (EXPERTS) {  // an earlier kernel of the step found the segments
+  const int warp = threadIdx.x / 32;
+  if (EXPERTS || warp == kWarps) {  // the experts' segments are of an earlier kernel of the step
     wait_for_previous();
     let_next_start();
   }
-  const int panels = static_cast<int>(gridDim.x) / p.num_modules;
-  const int module = static_cast<int>(blockIdx.x) / panels;
-  const int panel = static_cast<int>(blockIdx.x) % panels;
+  if (warp == kWarps) {
+    return;
+  }
+  std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + warp * p.held * kGranuleBytes;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  const int warp = threadIdx.x / 32;
-  for (int segment = static_cast<int>(blockIdx.y); segment < p.max_segments; segment += static_cast<int>(gridDim.y)) {
+#pragma unroll 1
+  for (int segment = static_cast<int>(blockIdx.z); segment < p.max_segments; segment += static_cast<int>(gridDim.z)) {
     bool ended;
-    const Work work = find_work<EXPERTS>(p, segment, module, panel, ended);
+    int4 pages{};
+    const Work work = find_work<EXPERTS>(p, segment, ended, pages);
     if (ended) {
       break;
     }
-    if (panel * kTileRanks >= work.rank) {
+    if (panel_index() * kTileRanks >= work.rank) {
       continue;
     }
     int held = warp * blocks / kWarps;
     Tokens tokens = find_tokens(p, work, work.begin);
-    load_panel(p, work, held, (warp + 1) * blocks / kWarps, stage);
-    if (!waited) {
-      wait_for_previous();
-      let_next_start();
-      waited = true;
+    load_panel(p, work, pages, held, (warp + 1) * blocks / kWarps, stage);
+    if (!EXPERTS) {
+      wait_for_previous();  // x is there
     }
+#pragma unroll 1
     for (int first = work.begin; first < work.end; first += kTokens) {
       if (first != work.begin) {
         tokens = find_tokens(p, work, first);
       }
-      if (tokens.count <= 8) {
-        shrink_tokens<EXPERTS, 1>(p, work, tokens, first, stage, held, partial);
-      } else {
-        shrink_tokens<EXPERTS, 2>(p, work, tokens, first, stage, held, partial);
-      }
+      shrink_tokens<EXPERTS>(p, work, tokens, first, stage, held, partial);
     }
-  }
-  if (!waited) {  // its end must mean that all before it has ended
-    wait_for_previous();
-    let_next_start();
   }
 }
 
@@ -265,12 +272,13 @@ void launch(Params& p, const CudaStream& state) {
   const int shared = kWarps * p.held * static_cast<int>(kGranuleBytes);
   check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              "shared memory of lora_shrink");
-  const int columns = p.num_modules * std::max(p.rank_stride / kTileRanks, 1);
+  const int panels = std::max(p.rank_stride / kTileRanks, 1);
   // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
   const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
-  const int segments = std::clamp(blocks_max / columns, 1, p.max_segments);
-  launch_dependent(lora_shrink_rows<EXPERTS>, dim3(static_cast<unsigned>(columns), static_cast<unsigned>(segments)),
-                   kThreads, static_cast<size_t>(shared), state, p);
+  const int segments = std::clamp(blocks_max / (panels * p.num_modules), 1, p.max_segments);
+  const dim3 grid(static_cast<unsigned>(panels), static_cast<unsigned>(p.num_modules), static_cast<unsigned>(segments));
+  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared), state,
+                   p);
   check_launch("lora_shrink");
 }
 

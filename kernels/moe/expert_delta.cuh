@@ -15,6 +15,7 @@
 #include <cstdint>
 
 #include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
@@ -25,7 +26,7 @@ namespace moelora::expert_delta {
 constexpr int kCluster = 8;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 3;
+constexpr int kBlocksPerSm = 4;
 constexpr int kPanels = 4;  // of a pass
 constexpr int kRanks = kPanels * kTileRanks;
 constexpr int kTokens = 8;                  // multiplied at once
@@ -34,7 +35,7 @@ constexpr int kInputParts = kWarps / 2;     // half of the warps take panels 0 a
 constexpr int kShrunkStride = kRanks + 4;   // floats: tokens fall into different banks
 constexpr int kSums = kRanks * kTokens;     // one a thread
 constexpr unsigned kAll = 0xffffffffu;
-static_assert(kSums == kThreads);
+static_assert(kSums == kThreads && kCluster == kWarps);
 
 struct Unit {
   int rank;  // 0: nothing to do
@@ -52,6 +53,8 @@ struct Unit {
 };
 
 struct Shared {
+  ClusterBarrier full;  // the sums of all blocks have come
+  ClusterBarrier free;  // all blocks have read theirs
   Unit units[kUnits];
   int rows[kUnits][kTokens];  // of the first tokens of each unit; -1 = none
   float row_scale[kUnits][kTokens];
@@ -74,37 +77,6 @@ struct Pass {
   int unit;
   int panel;  // first
 };
-
-__device__ __forceinline__ int cluster_block() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return static_cast<int>(rank);
-#else
-  return 0;
-#endif
-}
-// A barrier of the cluster in two halves: what was read and written before the first is done after the second.
-__device__ __forceinline__ void cluster_arrive() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
-#endif
-}
-// Writes to the same place in the shared memory of block `block` of the cluster.
-__device__ __forceinline__ void store_remote(float* own, int block, float value) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(own))), "r"(block));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-#endif
-}
 
 __device__ __forceinline__ Share share_of(const ExpertGemm& p) {
   const int block = cluster_block();
@@ -194,59 +166,67 @@ __device__ __forceinline__ void seek(const Shared& s, Pass& pass) {
   }
 }
 
-// Asks for this block's share of A. Granules by (panel, block of inputs). Of each 128 bytes, chunk j of 8 ranks, the
-// ranks are turned by 2 j, so that the lanes of a fragment fall into different banks. Always closes a group of copies.
-__device__ __forceinline__ void copy_a(const ExpertGemm& p, const Shared& s, const Share& share, const Pass& pass,
-                                       std::byte* to) {
+// A rectangle of a matrix of granules: `rows` of `width`, from (row, column) on, of a matrix `pitch` wide.
+struct Granules {
+  int first;  // of the matrix
+  int4 pages;
+  int row;
+  int column;
+  int rows;
+  int width;
+  int pitch;
+  int place_pitch;  // granules between the rows in shared memory
+};
+
+// Asks for them. Of each 128 bytes, the 8 ranks of chunk j (A) or the 8 outputs of core j (B) are turned by 2 j, so
+// that the lanes of a fragment fall into different banks. Always closes a group of copies.
+__device__ __forceinline__ void copy_granules(const AdapterTable& table, int slot, const Granules& what,
+                                              std::byte* to) {
   const int lane = lane_index();
-  const Unit& unit = s.units[min(pass.unit, kUnits - 1)];
-  const int panels = pass.unit < kUnits ? min(panels_of(unit) - pass.panel, kPanels) : 0;
-  const int granules = panels * share.num_inputs;
-  const int turned = lane / 8 * 128 + (lane % 8 + 2 * (lane / 8)) % 8 * 16;
-  for (int g = 0; g < granules; g += 32) {
+  const int count = what.rows * what.width;
+  std::byte* const turned = to + lane / 8 * 128 + (lane % 8 + 2 * (lane / 8)) % 8 * 16;
+#pragma unroll 1
+  for (int g = 0; g < count; g += 32) {
     unsigned long long granule = 0;  // lane i finds the i-th
-    if (g + lane < granules) {
-      const int index =
-          (pass.panel + (g + lane) / share.num_inputs) * share.blocks + share.input + (g + lane) % share.num_inputs;
-      granule =
-          reinterpret_cast<unsigned long long>(paged_granule(p.lora.table, unit.slot, unit.a, unit.a_pages, index));
+    int place = 0;
+    if (g + lane < count) {
+      const int row = (g + lane) / what.width;
+      const int column = (g + lane) - row * what.width;
+      place = row * what.place_pitch + column;
+      granule = reinterpret_cast<unsigned long long>(
+          paged_granule(table, slot, what.first, what.pages, (what.row + row) * what.pitch + what.column + column));
     }
-    for (int i = warp_index(); i < min(32, granules - g); i += kWarps) {
-      const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kAll, granule, i)) + lane * 16;
-      std::byte* const at = to + (g + i) * kGranuleBytes + turned;
-      async_copy16(at, from);
-      async_copy16(at + 512, from + 512);
+#pragma unroll
+    for (int i = 0; i < 32 / kWarps; ++i) {
+      const int nth = i * kWarps + warp_index();
+      if (g + nth < count) {
+        const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kAll, granule, nth)) + lane * 16;
+        std::byte* const at = turned + __shfl_sync(kAll, place, nth) * kGranuleBytes;
+        async_copy16(at, from);
+        async_copy16(at + 512, from + 512);
+      }
     }
   }
   async_commit();
 }
 
-// The same of B: granules by (block of outputs, panel), kPanels of each block.
+// This block's share of A of a pass: granules by (panel, block of inputs).
+__device__ __forceinline__ void copy_a(const ExpertGemm& p, const Shared& s, const Share& share, const Pass& pass,
+                                       std::byte* to) {
+  const Unit& unit = s.units[min(pass.unit, kUnits - 1)];
+  const int panels = pass.unit < kUnits ? min(panels_of(unit) - pass.panel, kPanels) : 0;
+  copy_granules(
+      p.lora.table, unit.slot,
+      {unit.a, unit.a_pages, pass.panel, share.input, panels, share.num_inputs, share.blocks, share.num_inputs}, to);
+}
+// Of B: granules by (block of outputs, panel), kPanels of each block.
 __device__ __forceinline__ void copy_b(const ExpertGemm& p, const Shared& s, const Share& share, const Pass& pass,
                                        std::byte* to) {
-  const int lane = lane_index();
   const Unit& unit = s.units[min(pass.unit, kUnits - 1)];
   const int all = panels_of(unit);
   const int panels = pass.unit < kUnits ? min(all - pass.panel, kPanels) : 0;
-  const int granules = panels * share.num_outputs;
-  for (int g = 0; g < granules; g += 32) {
-    unsigned long long granule = 0;
-    int place = 0;
-    if (g + lane < granules) {
-      const int block = (g + lane) / panels;
-      const int panel = (g + lane) % panels;
-      place = block * kPanels + panel;
-      granule = reinterpret_cast<unsigned long long>(paged_granule(p.lora.table, unit.slot, unit.b, unit.b_pages,
-                                                                   (share.output + block) * all + pass.panel + panel));
-    }
-    for (int i = warp_index(); i < min(32, granules - g); i += kWarps) {
-      const auto* from = reinterpret_cast<const std::byte*>(__shfl_sync(kAll, granule, i)) + lane * 16;
-      std::byte* const at = to + __shfl_sync(kAll, place, i) * kGranuleBytes + lane * 16;
-      async_copy16(at, from);
-      async_copy16(at + 512, from + 512);
-    }
-  }
-  async_commit();
+  copy_granules(p.lora.table, unit.slot,
+                {unit.b, unit.b_pages, share.output, pass.panel, share.num_outputs, panels, all, kPanels}, to);
 }
 
 // This lane's chunks of its token's x in blocks b and b + kInputParts of the share.
@@ -310,37 +290,48 @@ __device__ __forceinline__ void shrink(const ExpertGemm& p, Shared& s, const Sha
   __syncthreads();  // the sums of all warps; A is read
 }
 
-// shrunk = the cluster's sums of all inputs, times the scale. LAST of the pass: copies of the next A are on their way.
-__device__ __forceinline__ void exchange_sums(Shared& s, const Pass& pass, bool last) {
-  const int i = static_cast<int>(threadIdx.x);
-  float own = 0.0f;
-#pragma unroll
-  for (int part = 0; part < kInputParts; ++part) {
-    own += s.partial[part][i];
+// shrunk = the cluster's sums of all inputs, times the scale; the nth exchange. `last` of the pass: copies of the next
+// A are on their way. Warp w sends this block's sums to block w.
+__device__ __forceinline__ void exchange_sums(Shared& s, const Pass& pass, bool last, uint32_t nth) {
+  const int thread = static_cast<int>(threadIdx.x);
+  s.free.wait(nth % 2 ^ 1);  // all blocks have read what was here before
+  if (thread == 0) {
+    s.full.arrive_and_expect(kCluster * kSums * static_cast<int>(sizeof(float)));
   }
-  cluster_wait();  // all blocks are there and have read what was here before
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int i = half * 128 + lane_index() * 4;
+    float4 own = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int part = 0; part < kInputParts; ++part) {
+      const float4 value = *reinterpret_cast<const float4*>(&s.partial[part][i]);
+      own.x += value.x;
+      own.y += value.y;
+      own.z += value.z;
+      own.w += value.w;
+    }
+    s.full.send(reinterpret_cast<float4*>(&s.exchange[cluster_block()][i]), warp_index(), own);
+  }
+  s.full.wait(nth % 2);  // all blocks' sums are there
+  float sum = 0.0f;
 #pragma unroll
   for (int block = 0; block < kCluster; ++block) {
-    store_remote(&s.exchange[cluster_block()][i], block, own);
+    sum += s.exchange[block][thread];
   }
+  const Unit& unit = s.units[pass.unit];
+  const int rank = thread / kTokens;
+  const int token = thread % kTokens;
+  const float scale = s.row_scale[pass.unit][token] * unit.scale;
+  s.shrunk[token][rank] = pass.panel * kTileRanks + rank < unit.rank && scale != 0.0f ? sum * scale : 0.0f;
   if (last) {
     async_wait<1>();  // B is there
   } else {
     async_wait<0>();
   }
-  cluster_arrive();
-  cluster_wait();  // all blocks' sums, and all warps' B
-  float sum = 0.0f;
-#pragma unroll
-  for (int block = 0; block < kCluster; ++block) {
-    sum += s.exchange[block][i];
+  __syncthreads();  // shrunk and all warps' B; the sums are read
+  if (thread < kCluster) {
+    s.free.arrive_at(thread);
   }
-  cluster_arrive();  // read
-  const Unit& unit = s.units[pass.unit];
-  const int rank = i / kTokens;
-  const float scale = s.row_scale[pass.unit][i % kTokens] * unit.scale;
-  s.shrunk[i % kTokens][rank] = pass.panel * kTileRanks + rank < unit.rank && scale != 0.0f ? sum * scale : 0.0f;
-  __syncthreads();  // shrunk is there
 }
 
 // delta += B shrunk of this block's outputs, a thread an output; the first pass begins them, the last adds the bias.
@@ -354,8 +345,9 @@ __device__ __forceinline__ void expand(const ExpertGemm& p, const Shared& s, con
   const int begin = share.output * kTileColumns;
   const int end = min((share.output + share.num_outputs) * kTileColumns, p.rows);
   for (int n = begin + static_cast<int>(threadIdx.x); n < end; n += kThreads) {
+    const int core = (n - begin) % kTileColumns / 8;
     const std::byte* const at =
-        b + (n - begin) / kTileColumns * kPanels * kGranuleBytes + (n - begin) % kTileColumns * 16;
+        b + (n - begin) / kTileColumns * kPanels * kGranuleBytes + core * 128 + ((n - begin) % 8 + 2 * core) % 8 * 16;
     uint4 chunk[kPanels];
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
@@ -396,32 +388,44 @@ __device__ __forceinline__ void expand(const ExpertGemm& p, const Shared& s, con
   __syncthreads();  // B, shrunk and the tokens are read
 }
 
-// All passes of the units in the table. `a` and `b`: this block's shares in shared memory.
+// All passes of the units in the table. `a` and `b`: this block's shares in shared memory; `exchanges`: how many there
+// have been.
 template <bool GATE_UP>
 __device__ __forceinline__ void run_units(const ExpertGemm& p, Shared& s, const Share& share, std::byte* a,
-                                          std::byte* b) {
+                                          std::byte* b, uint32_t& exchanges) {
   Pass pass{0, 0};
-  seek(s, pass);
-  copy_a(p, s, share, pass, a);
-  copy_b(p, s, share, pass, b);
-  while (pass.unit < kUnits) {
+  Pass next{0, 0};
+  seek(s, next);
+  int first = 0;     // of the tokens
+  bool last = true;  // of the pass: its A is not needed any more after these tokens
+#pragma unroll 1
+  for (bool begun = false;; begun = true) {
     const Unit& unit = s.units[pass.unit];
-    Pass next{pass.unit, pass.panel + kPanels};
-    seek(s, next);
-    for (int first = unit.begin; first < unit.end; first += kTokens) {
-      const bool last = first + kTokens >= unit.end;
+    if (begun) {
       if (unit.end - unit.begin > kTokens) {
         find_tokens(p, s, pass.unit, first);
       }
       shrink(p, s, share, pass, first, a, first == unit.begin);
-      if (last) {
-        copy_a(p, s, share, next, a);
-      }
-      exchange_sums(s, pass, last);
+    }
+    if (last) {
+      copy_a(p, s, share, next, a);
+    }
+    if (begun) {
+      exchange_sums(s, pass, last, exchanges++);
       expand<GATE_UP>(p, s, share, pass, first, b);
     }
-    copy_b(p, s, share, next, b);
-    pass = next;
+    first += kTokens;
+    if (last) {
+      copy_b(p, s, share, next, b);
+      if (next.unit == kUnits) {
+        break;
+      }
+      pass = next;
+      next.panel += kPanels;
+      seek(s, next);
+      first = s.units[pass.unit].begin;
+    }
+    last = first + kTokens >= s.units[pass.unit].end;
   }
   async_wait<0>();
 }
@@ -435,25 +439,30 @@ inline int share_bytes(int width) {
 template <bool GATE_UP>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_delta_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int a_bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#ifdef MOELORA_CLUSTERS
   extern __shared__ uint4 dynamic_shared[];
   __shared__ Shared s;
   std::byte* const a = reinterpret_cast<std::byte*>(dynamic_shared);
-  cluster_arrive();
+  if (threadIdx.x == 0) {
+    s.full.init(1);
+    s.free.init(kCluster);
+  }
+  cluster_sync();
   wait_for_previous();
   let_next_start();
   const Share share = share_of(p);
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
+  uint32_t exchanges = 0;
   int units;
   int first = static_cast<int>(blockIdx.x) / kCluster;
   do {
     units = find_units<GATE_UP>(p, s, first, clusters, num_pairs);
     __syncthreads();  // the table is there
-    run_units<GATE_UP>(p, s, share, a, a + a_bytes);
+    run_units<GATE_UP>(p, s, share, a, a + a_bytes, exchanges);
     __syncthreads();  // the table is read
     first += kUnits * clusters;
   } while (first < units);
-  cluster_wait();  // nobody writes here any more
+  s.free.wait(exchanges % 2 ^ 1);  // nobody writes here any more
 #endif
 }
 

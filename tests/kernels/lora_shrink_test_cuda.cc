@@ -251,6 +251,7 @@ TEST_CASE("lora_shrink_dense_cuda equals the formula") {
     check_dense({"mixed ranks", {1, 5, 8, 12, 33, 64, 256}, mixed_slots({3, 1, 2, 3, 4, 5, 2, 1}), k});
   }
   check_dense({"wide", {32, 16, 7}, mixed_slots({2, 1, 1, 9}), 2880});
+  check_dense({"wider than a block holds", {12, 33}, mixed_slots({1, 9, 20}), 4672});
   check_dense({"base only", {12, 5}, std::vector<int32_t>(9, 0), 64});
   for (int32_t rows = 1; rows <= 40; ++rows) {
     INFO("rows " << rows);

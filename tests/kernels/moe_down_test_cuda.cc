@@ -44,7 +44,7 @@ TEST_CASE("moe_down_cuda equals the formula with and without adapters") {
        {MoeShape{0, 2, 8, 64, 48}, MoeShape{1, 1, 1, 48, 64}, MoeShape{1, 4, 8, 2880, 96}, MoeShape{5, 2, 8, 200, 48},
         MoeShape{5, 4, 60, 64, 768}, MoeShape{64, 4, 8, 64, 96}, MoeShape{64, 8, 512, 48, 64},
         MoeShape{21, 1, 3, 64, 2880, true}, MoeShape{300, 2, 8, 200, 64}, MoeShape{300, 1, 2, 64, 96, true},
-        MoeShape{2048, 2, 8, 48, 64}}) {
+        MoeShape{2048, 2, 8, 48, 64}, MoeShape{2, 2, 3, 64, 4800}}) {
     for (const Store store : {Store::kRows, Store::kTiles}) {
       if (store == Store::kTiles && shape.intermediate % 32 != 0) {
         continue;

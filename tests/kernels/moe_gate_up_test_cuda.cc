@@ -94,7 +94,8 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
   uint32_t seed = 300;
   for (const MoeShape& shape :
        {MoeShape{1, 1, 1, 64, 48}, MoeShape{5, 2, 8, 200, 48}, MoeShape{5, 4, 60, 64, 96}, MoeShape{64, 4, 8, 64, 96},
-        MoeShape{33, 4, 8, 2880, 48}, MoeShape{300, 2, 8, 64, 48}, MoeShape{140, 1, 2, 64, 48, true}}) {
+        MoeShape{33, 4, 8, 2880, 48}, MoeShape{300, 2, 8, 64, 48}, MoeShape{140, 1, 2, 64, 48, true},
+        MoeShape{3, 2, 4, 4672, 96}, MoeShape{2, 2, 3, 64, 2880}}) {
     for (const Store store : {Store::kRows, Store::kTiles}) {
       if (store == Store::kTiles && shape.hidden % 32 != 0) {
         continue;

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// What blocks of a thread block cluster say to each other through shared memory, without fences of the whole GPU: a
+// barrier of the cluster (release and acquire) waits for all global writes and empties the L1, so that it is for the
+// beginning alone; afterwards barriers in shared memory count what arrived. Sent values are there for whoever waited
+// for their bytes; an arrival at another block orders nothing else, and says that something was read. sm_90 and later;
+// empty elsewhere.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define MOELORA_CLUSTERS 1
+#endif
+
+namespace moelora {
+
+// This block's number in its cluster.
+__device__ __forceinline__ int cluster_block() {
+  uint32_t block = 0;
+#ifdef MOELORA_CLUSTERS
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(block));
+#endif
+  return static_cast<int>(block);
+}
+
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+#ifdef MOELORA_CLUSTERS
+  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
+#endif
+}
+
+// In shared memory. A phase ends when all arrivals and all announced bytes are there; phase n has parity n % 2.
+class ClusterBarrier {
+ public:
+  // By one thread; cluster_sync() before anybody uses it.
+  __device__ __forceinline__ void init(int arrivals) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(own()), "r"(arrivals) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+  }
+  // An arrival of this block, and `bytes` that send() brings to its barrier in this phase.
+  __device__ __forceinline__ void arrive_and_expect(int bytes) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(own()), "r"(bytes) : "memory");
+#endif
+  }
+  // An arrival at the same barrier of another block (or this one).
+  __device__ __forceinline__ void arrive_at(int block) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at(own(), block)) : "memory");
+#endif
+  }
+  // Until the phase of this parity has ended. The phase before the first counts as ended, with parity 1.
+  __device__ __forceinline__ void wait(uint32_t parity) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}" ::"r"(own()),
+        "r"(parity)
+        : "memory");
+#endif
+  }
+  // 16 bytes to the same place in the shared memory of `block`, counted by its barrier.
+  __device__ __forceinline__ void send(float4* to, int block, const float4& value) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                     at(static_cast<uint32_t>(__cvta_generic_to_shared(to)), block)),
+                 "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(at(own(), block))
+                 : "memory");
+#endif
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t own() { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
+  static __device__ __forceinline__ uint32_t at(uint32_t address, int block) {
+    uint32_t result = address;
+#ifdef MOELORA_CLUSTERS
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(block));
+#endif
+    return result;
+  }
+  uint64_t state_;
+};
+
+}  // namespace moelora
