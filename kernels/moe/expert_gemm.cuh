@@ -132,15 +132,30 @@ struct RowsSource {
       async_copy16(to + 8 * 128, at < chunks_ ? high_ + at : high_, at < chunks_);
     }
   }
-  static __device__ __forceinline__ void fetch_fragments(uint32_t (&a)[16], const std::byte* stage) {
-    const int row = lane_index() % 16;  // lanes 0-15: rows 0-15 of a step's first piece, 16-31: of its second
-    const uint32_t rows = shared_address(stage) + static_cast<uint32_t>(row * 128);
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const int piece = (2 * step + lane_index() / 16) ^ row % 8;
-      load_matrices(reinterpret_cast<uint32_t(&)[4]>(a[4 * step]), rows + static_cast<uint32_t>(piece * 16));
+  class Fragments {
+   public:
+    struct Raw {
+      uint32_t a[4];
+    };
+    __device__ __forceinline__ explicit Fragments(const std::byte* stage)
+        : rows_(shared_address(stage) + static_cast<uint32_t>(lane_index() % 16 * 128)) {}
+    // Lanes 0-15: rows 0-15 of a step's first piece, lanes 16-31: of its second.
+    __device__ __forceinline__ Raw load(int step) const {
+      Raw raw;
+      const int piece = (2 * step + lane_index() / 16) ^ lane_index() % 8;
+      load_matrices(raw.a, rows_ + static_cast<uint32_t>(piece * 16));
+      return raw;
     }
-  }
+    __device__ __forceinline__ void expand(uint32_t* a, const Raw& raw, int /*step*/) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        a[i] = raw.a[i];
+      }
+    }
+
+   private:
+    uint32_t rows_;
+  };
 
  private:
   const uint4* low_;
@@ -180,20 +195,34 @@ struct TilesSource {
   }
   // A block for the whole warp, and this lane's registers of its four steps of wgmma: pair t of each word of its rows.
   __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const { copy(stage, b); }
-  static __device__ __forceinline__ void fetch_fragments(uint32_t (&a)[16], const std::byte* stage) {
-    const Mxfp4PairOf pair(lane_index() % 4);
-    const auto* const words = reinterpret_cast<const uint4*>(stage) + lane_index() / 4 * 4;
-    const Mxfp4Scales scales(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index()));
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {  // chunks q and 4 + q of the block
-      const uint4 word = words[q];
-      uint32_t* const first = a + 2 * q;
-      first[0] = pair.times(word.x, scales.pair(0));
-      first[1] = pair.times(word.y, scales.pair(2));
-      first[8] = pair.times(word.z, scales.pair(1));
-      first[9] = pair.times(word.w, scales.pair(3));
+  class Fragments {
+   public:
+    struct Raw {  // words of two chunks: of rows g and g + 8
+      uint2 first;
+      uint2 second;
+    };
+    __device__ __forceinline__ explicit Fragments(const std::byte* stage)
+        : words_(reinterpret_cast<const uint2*>(stage) + lane_index() / 4 * 8),
+          pair_(lane_index() % 4),
+          scales_(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index())) {}
+    __device__ __forceinline__ Raw load(int step) const {
+      const int chunk = step % 2 * 2;
+      return {words_[2 * chunk + step / 2], words_[2 * chunk + 2 + step / 2]};
     }
-  }
+    __device__ __forceinline__ void expand(uint32_t* a, const Raw& raw, int step) const {
+      const __nv_bfloat162 low = scales_.pair(step / 2);
+      const __nv_bfloat162 high = scales_.pair(2 + step / 2);
+      a[0] = pair_.times(raw.first.x, low);
+      a[1] = pair_.times(raw.first.y, high);
+      a[2] = pair_.times(raw.second.x, low);
+      a[3] = pair_.times(raw.second.y, high);
+    }
+
+   private:
+    const uint2* words_;
+    Mxfp4PairOf pair_;
+    Mxfp4Scales scales_;
+  };
 
  private:
   static __device__ __forceinline__ uint32_t scale_at(int b) {

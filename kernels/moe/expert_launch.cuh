@@ -99,7 +99,7 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
       lora_shrink_experts_cuda(shrink, stream);
     }
     if (path != ExpertPath::kManyTokensMma &&
-        launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, max_active, state)) {
+        launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, num_experts, state)) {
       return;
     }
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);

@@ -3,17 +3,17 @@
 // to 192 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
 // MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
 // own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
-// expert's tokens are cut into tiles of equal size, a multiple of 32, so that experts of a few more than 192 tokens do
-// not pay for 384. Tokens lie in shared memory as in global memory, so that they are copied asynchronously, 16 bytes at
-// a time; the weights' fragments are put in the order of wgmma when they are fetched (an instruction or two more a
-// register, once for 192 tokens). The steps of adapters, whose B comes in chunks of 8 ranks a lane, keep the order of
-// kernels/cuda/mma_tile.cuh: a token's 16-byte piece 4c + w holds words w of chunks 4c .. 4c + 3. Limited by the tensor
-// cores and by reading tokens and weights from L2.
-// Tried: tokens through registers, their words put into the order of the weights' chunks on the way to shared memory:
-// 870 instructions a block and warp, 138 TFLOP/s (gpt-oss shape, 2048 rows, H200).
+// expert's tokens are cut into tiles of one width, chosen for the whole launch. Tokens lie in shared memory as in
+// global memory, so that they are copied asynchronously, 16 bytes at a time; the weights' fragments are put in the
+// order of wgmma when they are fetched (an instruction or two more a register, once for 192 tokens). The steps of
+// adapters, whose B comes in chunks of 8 ranks a lane, keep the order of kernels/cuda/mma_tile.cuh: a token's 16-byte
+// piece 4c + w holds words w of chunks 4c .. 4c + 3. Limited by the tensor cores and by reading tokens and weights from
+// L2. Tried: tokens through registers, their words put into the order of the weights' chunks on the way to shared
+// memory: 870 instructions a block and warp, 138 TFLOP/s (gpt-oss shape, 2048 rows, H200).
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/moe/expert_prefill_tile.cuh"
 
@@ -28,7 +28,7 @@ constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
 constexpr int kTokenStages = 4;
 constexpr int kWeightStages = 4;
-constexpr int kTokenStageBytes = kTokens * 128;
+constexpr int kTokenStageBytes = kMaxTokens * 128;
 constexpr int kStageAlignment = 1024;
 
 struct Shared {
@@ -52,10 +52,9 @@ __device__ __forceinline__ uint32_t parity_of(uint32_t n) {
 // A block is published kFillLag blocks after its copies were started, when they have arrived. Whoever waits for block n
 // has released n - 2, so that the filler can reach n + kFillLag.
 constexpr int kFillLag = kTokenStages - 2;
-constexpr int kCopiesPerThread = kTokens * 8 / kFillThreads;
 constexpr int kRowsTogether = kFillThreads / 8;
 
-template <bool GATE_UP>
+template <bool GATE_UP, int W>
 struct Filler {
   const ExpertGemm& p;
   Shared& shared;
@@ -97,10 +96,11 @@ struct Filler {
     const int piece = thread() % 8;
     const auto* const x = reinterpret_cast<const uint4*>(p.x) + piece;
     const int32_t* const first_chunk = shared.tokens[nth % 2].first_chunk;
-    int32_t first[kCopiesPerThread];
+    constexpr int kCopies = W / kRowsTogether;
+    int32_t first[kCopies];
 #pragma unroll
-    for (int i = 0; i < kCopiesPerThread; ++i) {
-      first[i] = kRowsTogether * i < work.width ? first_chunk[kRowsTogether * i + row] : 0;
+    for (int i = 0; i < kCopies; ++i) {
+      first[i] = first_chunk[kRowsTogether * i + row];
     }
     const int place = row * 128 + (piece ^ row % 8) * 16;
     for (int b = 0; b < p.k_blocks; ++b) {
@@ -108,10 +108,8 @@ struct Filler {
       const bool inside = 8 * b + piece < p.k / 8;
       const uint4* const from = inside ? x + 8 * b : x;
 #pragma unroll
-      for (int i = 0; i < kCopiesPerThread; ++i) {
-        if (kRowsTogether * i < work.width) {
-          async_copy16(stage + kRowsTogether * 128 * i, from + first[i], inside);
-        }
+      for (int i = 0; i < kCopies; ++i) {
+        async_copy16(stage + kRowsTogether * 128 * i, from + first[i], inside);
       }
       publish();
     }
@@ -122,7 +120,7 @@ struct Filler {
     for (int entry = 0; entry < tokens.num_entries; ++entry) {
       const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
       for (int step = 0; step < steps; ++step) {
-        fill_step<GATE_UP>(p, work, tokens, entry, step, thread(), wait_empty(n));
+        fill_step<GATE_UP, W>(p, work, tokens, entry, step, thread(), wait_empty(n));
         publish();
       }
     }
@@ -130,9 +128,9 @@ struct Filler {
   __device__ __forceinline__ void fill_all() {
     const int items = shared.tiles.begin[active] * row_blocks;
     for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-      const Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+      const Work work = find_tile<W>(p, shared.tiles, active, row_blocks, item);
       mbarrier_wait(&shared.tokens_empty[nth % 2], nth / 2 % 2 ^ 1);
-      describe_tokens<GATE_UP>(p, work, shared.tokens[nth % 2], thread());
+      describe_tokens<GATE_UP, W>(p, work, shared.tokens[nth % 2], thread());
       fill_tokens(work);
       if (p.lora.row_slot != nullptr) {
         fill_steps(work);
@@ -152,6 +150,7 @@ struct Filler {
 // comes the same way, behind the blocks.
 template <bool GATE_UP, class Source>
 struct WeightPipe {
+  using Fragments = typename Source::Fragments;
   static constexpr int kStageBytes = Source::kStageBytes > 1024 ? Source::kStageBytes : 1024;
   const ExpertGemm& p;
   std::byte* stages;
@@ -189,61 +188,17 @@ struct WeightPipe {
     }
   }
   __device__ __forceinline__ void wait() const { async_wait<kWeightStages - 2>(); }
-  // At the end of k it fetches what nobody uses.
-  __device__ __forceinline__ void fetch(uint32_t (&a)[16], int b) const {
-    wait();
-    __syncwarp();  // the other lanes' copies have arrived, too, and all lanes have read block b - 1
-    Source::fetch_fragments(a, stage(b));
-    copy(b + kWeightStages - 1);  // where block b - 1 was
-  }
 };
 
-// The accumulators of a tile: of 128, 64 and 32 tokens, of which a tile uses those that add up to its width. With one
-// product of fixed width each, they all have their registers to themselves; products of many widths on the same
-// registers, in one loop or in loops of their own, would be run one after the other.
-struct Accumulators {
-  float part0[64];
-  float part1[32];
-  float part2[16];
-};
-// First tokens of the parts, -1 = not used.
-struct Parts {
-  int begin0, begin1, begin2;
-  __device__ __forceinline__ explicit Parts(int width) {
-    begin0 = width >= 128 ? 0 : -1;
-    int at = width >= 128 ? 128 : 0;
-    begin1 = width - at >= 64 ? at : -1;
-    at += width - at >= 64 ? 64 : 0;
-    begin2 = width - at >= 32 ? at : -1;
-  }
-};
-
-// Always closes a group, so that a block is three of them: with fewer groups than branches the compiler would close
-// some of its own, and waits would count those. A has four registers for each of the four steps of a block, or for two
-// that come twice.
-template <int TOKENS, int COUNT>
-__device__ __forceinline__ void multiply_part(float (&acc)[TOKENS / 2], const uint32_t (&a)[COUNT], uint64_t tokens,
-                                              int begin) {
-  if (begin >= 0) {
-    wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      wgmma_m64k16<TOKENS>(acc, a + 4 * step % COUNT, tokens + static_cast<uint64_t>(begin * 128 / 16 + 2 * step));
-    }
-    wgmma_commit();
-  } else {
-    wgmma_fence();
-    wgmma_commit();
-  }
+// 16 inputs of W tokens, as one group; `tokens` describes their operand.
+template <int W>
+__device__ __forceinline__ void multiply_step(float (&acc)[W / 2], const uint32_t* a, uint64_t tokens) {
+  wgmma_fence();
+  wgmma_m64k16<W>(acc, a, tokens);
+  wgmma_commit();
 }
-
-template <int COUNT>
-__device__ __forceinline__ void multiply_parts(Accumulators& acc, const uint32_t (&a)[COUNT], const Parts& parts,
-                                               uint32_t stages, uint32_t n) {
-  const uint64_t tokens = wgmma_descriptor(stages + static_cast<uint32_t>(stage_of(n) * kTokenStageBytes));
-  multiply_part<128>(acc.part0, a, tokens, parts.begin0);
-  multiply_part<64>(acc.part1, a, tokens, parts.begin1);
-  multiply_part<32>(acc.part2, a, tokens, parts.begin2);
+__device__ __forceinline__ uint64_t token_operand(uint32_t stages, uint32_t n) {
+  return wgmma_descriptor(stages + static_cast<uint32_t>(stage_of(n) * kTokenStageBytes));
 }
 
 __device__ __forceinline__ void release(Shared& shared, uint32_t n) {
@@ -251,50 +206,62 @@ __device__ __forceinline__ void release(Shared& shared, uint32_t n) {
     mbarrier_arrive(&shared.empty[stage_of(n)]);
   }
 }
-__device__ __forceinline__ void hold(Accumulators& acc) {
-  wgmma_hold(acc.part0);
-  wgmma_hold(acc.part1);
-  wgmma_hold(acc.part2);
-}
-
-// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it.
-template <class Pipe>
-__device__ __forceinline__ void multiply_block(Accumulators& acc, const uint32_t (&now)[16], uint32_t (&next)[16],
-                                               const Parts& parts, const Pipe& weights, int b, uint32_t n,
-                                               Shared& shared, uint32_t stages) {
+// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it (at the end of k: what
+// nobody uses), step by step between the products: few of them can wait for the tensor cores, so that all of a block's
+// at once would leave the tensor cores idle while the next weights are expanded.
+template <int W, class Pipe>
+__device__ __forceinline__ void multiply_block(float (&acc)[W / 2], const uint32_t (&now)[16], uint32_t (&next)[16],
+                                               const Pipe& weights, int b, uint32_t n, Shared& shared,
+                                               uint32_t stages) {
+  weights.wait();
+  __syncwarp();  // the other lanes' copies of block b + 1 have arrived, too, and all lanes have read block b
+  const typename Pipe::Fragments fragments(weights.stage(b + 1));
   mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
-  multiply_parts(acc, now, parts, stages, n);
-  wgmma_wait<3>();  // the block before has left its registers and its stage
-  if (b > 0) {
-    release(shared, n - 1);
+  const uint64_t tokens = token_operand(stages, n);
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    const auto raw = fragments.load(step);
+    multiply_step<W>(acc, now + 4 * step, tokens + static_cast<uint64_t>(2 * step));
+    wgmma_wait<4>();  // this step of the block before has left its registers
+    if (step == 3 && b > 0) {
+      release(shared, n - 1);
+    }
+    fragments.expand(next + 4 * step, raw, step);
   }
-  weights.fetch(next, b + 1);
+  weights.copy(b + kWeightStages);  // where block b was
 }
 
 // All blocks of k; the first is the n-th of all.
-template <class Pipe>
-__device__ __forceinline__ void multiply(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
-                                         uint32_t n, Shared& shared, uint32_t stages) {
+template <int W, class Pipe>
+__device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weights, int k_blocks, uint32_t n,
+                                         Shared& shared, uint32_t stages) {
   uint32_t even[16];
   uint32_t odd[16];
-  weights.fetch(even, 0);
+  weights.wait();
+  __syncwarp();
+  const typename Pipe::Fragments fragments(weights.stage(0));
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    fragments.expand(even + 4 * step, fragments.load(step), step);
+  }
+  weights.copy(kWeightStages - 1);
   int b = 0;
   for (; b + 1 < k_blocks; b += 2) {
-    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
-    multiply_block(acc, odd, even, parts, weights, b + 1, n + static_cast<uint32_t>(b + 1), shared, stages);
+    multiply_block<W>(acc, even, odd, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block<W>(acc, odd, even, weights, b + 1, n + static_cast<uint32_t>(b + 1), shared, stages);
   }
   if (b < k_blocks) {
-    multiply_block(acc, even, odd, parts, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block<W>(acc, even, odd, weights, b, n + static_cast<uint32_t>(b), shared, stages);
   }
   wgmma_wait<0>();
-  hold(acc);
+  wgmma_hold(acc);
   release(shared, n + static_cast<uint32_t>(k_blocks) - 1);
 }
 
 // The steps of the adapters; the first is the n-th block of all.
-template <class Pipe>
-__device__ __forceinline__ void multiply_steps(Accumulators& acc, const Parts& parts, const Pipe& weights, int k_blocks,
-                                               uint32_t n, Shared& shared, uint32_t stages) {
+template <int W, class Pipe>
+__device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& weights, int k_blocks, uint32_t n,
+                                               Shared& shared, uint32_t stages) {
   for (int step = 0; step < weights.num_steps; ++step, ++n) {
     const int b = k_blocks + step;
     if (step > 0) {  // the end of k has waited for the first
@@ -306,32 +273,23 @@ __device__ __forceinline__ void multiply_steps(Accumulators& acc, const Parts& p
       weights.copy(b + kWeightStages - 1);
     }
     mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
-    multiply_parts(acc, a, parts, stages, n);
+    const uint64_t tokens = token_operand(stages, n);
+#pragma unroll
+    for (int part = 0; part < 4; ++part) {
+      multiply_step<W>(acc, a + 4 * (part % 2), tokens + static_cast<uint64_t>(2 * part));
+    }
     wgmma_wait<0>();
-    hold(acc);
+    wgmma_hold(acc);
     release(shared, n);
-  }
-}
-
-template <class Function>
-__device__ __forceinline__ void for_each_part(Accumulators& acc, const Parts& parts, const Function& function) {
-  if (parts.begin0 >= 0) {
-    function(acc.part0, parts.begin0);
-  }
-  if (parts.begin1 >= 0) {
-    function(acc.part1, parts.begin1);
-  }
-  if (parts.begin2 >= 0) {
-    function(acc.part2, parts.begin2);
   }
 }
 
 // --- The end of an item.
 
 // scale times lora_B.bias of every entry.
-template <bool GATE_UP>
-__device__ __forceinline__ void add_lora_bias(Accumulators& acc, const Parts& parts, const ExpertGemm& p,
-                                              const TileTokens& tokens, const Work& work, int tile) {
+template <bool GATE_UP, int COUNT>
+__device__ __forceinline__ void add_lora_bias(float (&acc)[COUNT], const ExpertGemm& p, const TileTokens& tokens,
+                                              const Work& work, int tile) {
   for (int entry = 0; entry < tokens.num_entries; ++entry) {
     const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, work.expert, entry);
     if (tokens.panels[entry] == 0 || record.bias < 0) {
@@ -344,20 +302,18 @@ __device__ __forceinline__ void add_lora_bias(Accumulators& acc, const Parts& pa
     const int n_low = (GATE_UP ? 8 : 16) * tile;
     const float low = is_low ? load_lora_bias(p, slot, record, n_low) : 0.0f;
     const float high = is_high ? load_lora_bias(p, slot, record, GATE_UP ? n_low : n_low + 8) : 0.0f;
-    for_each_part(acc, parts, [&](auto& part, int begin) {
 #pragma unroll
-      for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
+    for (int i = 0; i < COUNT; i += 4) {
 #pragma unroll
-        for (int side = 0; side < 2; ++side) {
-          const int token = begin + 2 * i + lane_index() % 4 * 2 + side;
-          if (token < work.count && tokens.slot[token] == slot) {
-            const float scale = tokens.scale[token] * record_scale;
-            part[i + side] = fmaf(scale, low, part[i + side]);
-            part[i + 2 + side] = fmaf(scale, high, part[i + 2 + side]);
-          }
+      for (int side = 0; side < 2; ++side) {
+        const int token = 2 * i + lane_index() % 4 * 2 + side;
+        if (token < work.count && tokens.slot[token] == slot) {
+          const float scale = tokens.scale[token] * record_scale;
+          acc[i + side] = fmaf(scale, low, acc[i + side]);
+          acc[i + 2 + side] = fmaf(scale, high, acc[i + 2 + side]);
         }
       }
-    });
+    }
   }
 }
 
@@ -392,9 +348,8 @@ __device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& wor
 }
 
 // Bias, activation and store.
-template <bool GATE_UP>
-__device__ __forceinline__ void store_tile(Accumulators& acc, const Parts& parts, const ExpertGemm& p, const Work& work,
-                                           int tile) {
+template <bool GATE_UP, int COUNT>
+__device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile;
   const int n_high = GATE_UP ? n_low : n_low + 8;
   const int g = lane_index() / 4;
@@ -402,27 +357,25 @@ __device__ __forceinline__ void store_tile(Accumulators& acc, const Parts& parts
   const float low_bias = p.low_bias != nullptr && n_low + g < p.rows ? __ldg(p.low_bias + bias + n_low + g) : 0.0f;
   const float high_bias = p.high_bias != nullptr && n_high + g < p.rows ? __ldg(p.high_bias + bias + n_high + g) : 0.0f;
   const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
-  for_each_part(acc, parts, [&](auto& part, int begin) {
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(part) / sizeof(float)); i += 4) {
-      const int token = begin + 2 * i;
-      if (token >= work.count) {
-        continue;
-      }
-      const float low[2] = {part[i] + low_bias, part[i + 1] + low_bias};
-      const float high[2] = {part[i + 2] + high_bias, part[i + 3] + high_bias};
-      if constexpr (GATE_UP) {
-        store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
-                    activate(p.activation, p.limit, low[1], high[1]), in_pairs);
-      } else {
-        store_group(p, work, token, n_low, low[0], low[1], in_pairs);
-        store_group(p, work, token, n_high, high[0], high[1], in_pairs);
-      }
+  for (int i = 0; i < COUNT; i += 4) {
+    const int token = 2 * i;
+    if (token >= work.count) {
+      continue;
     }
-  });
+    const float low[2] = {acc[i] + low_bias, acc[i + 1] + low_bias};
+    const float high[2] = {acc[i + 2] + high_bias, acc[i + 3] + high_bias};
+    if constexpr (GATE_UP) {
+      store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
+                  activate(p.activation, p.limit, low[1], high[1]), in_pairs);
+    } else {
+      store_group(p, work, token, n_low, low[0], low[1], in_pairs);
+      store_group(p, work, token, n_high, high[0], high[1], in_pairs);
+    }
+  }
 }
 
-template <bool GATE_UP, class Source>
+template <bool GATE_UP, class Source, int W>
 struct Multiplier {
   const ExpertGemm& p;
   Shared& shared;
@@ -436,28 +389,27 @@ struct Multiplier {
 
   __device__ __forceinline__ void run(Work& work, int items) {
     const TileTokens& tokens = shared.tokens[nth % 2];
-    const Parts parts(work.width);
     mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));  // then the tokens are described
     weights.continue_with(tokens);
-    Accumulators acc = {};
-    multiply(acc, parts, weights, p.k_blocks, n, shared, stages);
+    float acc[W / 2] = {};
+    multiply<W>(acc, weights, p.k_blocks, n, shared, stages);
     n += static_cast<uint32_t>(p.k_blocks);
     if (p.lora.row_slot != nullptr) {
-      multiply_steps(acc, parts, weights, p.k_blocks, n, shared, stages);
+      multiply_steps<W>(acc, weights, p.k_blocks, n, shared, stages);
       n += static_cast<uint32_t>(weights.num_steps);
     }
     const Work done = work;
     item += static_cast<int>(gridDim.x);
     if (item < items) {  // the weights of the next item come while this one is finished
-      work = find_tile(p, shared.tiles, active, row_blocks, item);
+      work = find_tile<W>(p, shared.tiles, active, row_blocks, item);
       weights.begin(work);
     }
     const int tile = done.row_block * kRowTiles + warp_index();
     if (tile < p.row_tiles) {
       if (p.lora.row_slot != nullptr && tokens.has_bias != 0) {
-        add_lora_bias<GATE_UP>(acc, parts, p, tokens, done, tile);
+        add_lora_bias<GATE_UP>(acc, p, tokens, done, tile);
       }
-      store_tile<GATE_UP>(acc, parts, p, done, tile);
+      store_tile<GATE_UP>(acc, p, done, tile);
     }
     __syncwarp();  // all lanes have read the tokens' adapters
     if (lane_index() == 0) {
@@ -471,7 +423,7 @@ struct Multiplier {
     if (item >= items) {
       return;
     }
-    Work work = find_tile(p, shared.tiles, active, row_blocks, item);
+    Work work = find_tile<W>(p, shared.tiles, active, row_blocks, item);
     weights.begin(work);
     while (item < items) {
       run(work, items);
@@ -486,7 +438,7 @@ constexpr int shared_bytes() {
          kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
 }
 
-template <bool GATE_UP, class Source>
+template <bool GATE_UP, class Source, int W>
 __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid_constant__ ExpertGemm p) {
 #ifdef MOELORA_SM90A
   extern __shared__ uint4 dynamic_shared[];
@@ -503,41 +455,73 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
     mbarrier_init(&shared.tokens_empty[1], kMultiplyWarps);
   }
   const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
-  const int active = count_tiles<kTokens>(p, shared.tiles);  // its barrier makes the mbarriers known, too
+  const int active = count_tiles<W>(p, shared.tiles);  // its barrier makes the mbarriers known, too
   if (threadIdx.x < kMultiplyThreads) {
     take_registers<kMultiplyRegisters>();
     using Pipe = WeightPipe<GATE_UP, Source>;
     std::byte* const weight_stages =
         token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Pipe::kStageBytes;
-    Multiplier<GATE_UP, Source> multiplier{p,      shared,     shared_address(token_stages),
-                                           active, row_blocks, Pipe{p, weight_stages}};
+    Multiplier<GATE_UP, Source, W> multiplier{p,      shared,     shared_address(token_stages),
+                                              active, row_blocks, Pipe{p, weight_stages}};
     multiplier.run_all();
   } else {
     give_registers<kFillRegisters>();
-    Filler<GATE_UP> filler{p, shared, token_stages, active, row_blocks};
+    Filler<GATE_UP, W> filler{p, shared, token_stages, active, row_blocks};
     filler.fill_all();
   }
 #endif
 }
 
+// The width that wastes the least for experts of as many tokens as an average one and a little more: all tiles of a
+// launch have one width, as accumulators for several would not fit.
+inline int tile_width(int64_t num_pairs, int num_experts) {
+  const double average = static_cast<double>(num_pairs) / num_experts;
+  const double most = average + 1.5 * std::sqrt(average);
+  int best = 0;
+  double least = 0.0;
+  for (const int width : {192, 144, 96}) {
+    const double padded = std::ceil(most / width) * width * (1.0 + 16.0 / width);  // narrow tiles expand weights again
+    if (best == 0 || padded < least) {
+      best = width;
+      least = padded;
+    }
+  }
+  return best;
+}
+
 }  // namespace sm90
 
 // False where the code for sm_90a is not there: nothing was launched.
-template <bool GATE_UP, class Source>
-bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int max_active, const CudaStream& state) {
-  const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
+template <bool GATE_UP, class Source, int W>
+bool launch_expert_prefill_of(const ExpertGemm& p, int64_t num_pairs, int max_active, const CudaStream& state) {
+  const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source, W>;
   static const bool usable = has_sm90a(kernel);
-  if (state.compute_capability != 90 || !usable) {
+  if (!usable) {
     return false;
   }
   constexpr int kSharedBytes = sm90::shared_bytes<Source>();
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of the expert product");
   const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
-  const int64_t items = (num_pairs / sm90::kTokens + max_active) * row_blocks;
+  const int64_t items = (num_pairs / W + max_active) * row_blocks;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
   kernel<<<grid, sm90::kThreads, kSharedBytes, state.stream>>>(p);
   return true;
+}
+template <bool GATE_UP, class Source>
+bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+  if (state.compute_capability != 90) {
+    return false;
+  }
+  const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
+  switch (sm90::tile_width(num_pairs, num_experts)) {
+    case 96:
+      return launch_expert_prefill_of<GATE_UP, Source, 96>(p, num_pairs, max_active, state);
+    case 144:
+      return launch_expert_prefill_of<GATE_UP, Source, 144>(p, num_pairs, max_active, state);
+    default:
+      return launch_expert_prefill_of<GATE_UP, Source, 192>(p, num_pairs, max_active, state);
+  }
 }
 
 }  // namespace moelora

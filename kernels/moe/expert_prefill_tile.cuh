@@ -20,8 +20,7 @@ constexpr int kFillThreads = 128;
 constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kTokens = 192;               // largest token tile
-constexpr int kWidthStep = 32;             // widths of tiles are its multiples
+constexpr int kMaxTokens = 192;            // of a tile
 constexpr int kStepPanels = 4;             // panels of 8 ranks, of a step
 
 // One work item: a tile of an expert.
@@ -30,33 +29,30 @@ struct Work {
   int row_block;
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
-  int width;  // count rounded up to kWidthStep
 };
 
+template <int W>
 __device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
                                           int item) {
   const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
-  const int pairs = found.end - found.begin;
-  const int size = ((pairs + found.token_tiles - 1) / found.token_tiles + kWidthStep - 1) / kWidthStep * kWidthStep;
   Work work;
   work.expert = found.expert;
   work.row_block = found.row_block;
-  work.pair = found.begin + found.token_tile * size;
-  work.count = min(found.end - work.pair, size);
-  work.width = (work.count + kWidthStep - 1) / kWidthStep * kWidthStep;
+  work.pair = found.begin + found.token_tile * W;
+  work.count = min(found.end - work.pair, W);
   return work;
 }
 
 // What a block must know about the tokens of a tile. An entry is a module of an adapter: entry MODULES i + m is module
 // m of adapter slots[i].
 struct TileTokens {
-  int32_t first_chunk[kTokens];  // of the token's row in x; tokens past the end repeat the last
+  int32_t first_chunk[kMaxTokens];  // of the token's row in x; tokens past the end repeat the last
   // With adapters only:
-  int32_t slot[kTokens];  // 0 = none
-  float scale[kTokens];
-  int32_t slots[kTokens];  // different ones, ascending
-  int32_t panels[2 * kTokens];
-  int32_t first_step[2 * kTokens + 1];
+  int32_t slot[kMaxTokens];  // 0 = none
+  float scale[kMaxTokens];
+  int32_t slots[kMaxTokens];  // different ones, ascending
+  int32_t panels[2 * kMaxTokens];
+  int32_t first_step[2 * kMaxTokens + 1];
   int32_t num_entries;
   int32_t num_steps;
   int32_t has_bias;  // of any entry
@@ -127,10 +123,10 @@ __device__ __forceinline__ void list_entries(const ExpertGemm& p, const Work& wo
 }
 
 // By the whole warpgroup; ends with its barrier.
-template <bool GATE_UP>
+template <bool GATE_UP, int W>
 __device__ __forceinline__ void describe_tokens(const ExpertGemm& p, const Work& work, TileTokens& tokens, int thread) {
   const bool adapters = p.lora.row_slot != nullptr;
-  for (int i = thread; i < work.width; i += kFillThreads) {
+  for (int i = thread; i < W; i += kFillThreads) {
     const int pair = work.pair + min(i, work.count - 1);
     const int row = p.x_by_pair && !adapters ? 0 : __ldg(p.order.pair_row + pair);
     tokens.first_chunk[i] = (p.x_by_pair ? pair : row) * static_cast<int>(p.x_stride / 8);
@@ -162,7 +158,7 @@ __device__ __forceinline__ void store_chunk(std::byte* stage, int row, int c, co
 }
 
 // The tokens' operand of step `step` of an entry: a thread takes one panel of every 32nd token.
-template <bool GATE_UP>
+template <bool GATE_UP, int W>
 __device__ __forceinline__ void fill_step(const ExpertGemm& p, const Work& work, const TileTokens& tokens, int entry,
                                           int step, int thread, std::byte* stage) {
   constexpr int kModules = GATE_UP ? 2 : 1;
@@ -172,7 +168,7 @@ __device__ __forceinline__ void fill_step(const ExpertGemm& p, const Work& work,
   const bool present = panel < tokens.panels[entry];
   const float* const shrunk =
       p.lora.shrunk + (static_cast<int64_t>(work.pair) * kModules + entry % kModules) * p.lora.rank_stride + 8 * panel;
-  for (int first = thread / 4; first < work.width; first += 32 * kBatch) {
+  for (int first = thread / 4; first < W; first += 32 * kBatch) {
     float4 values[kBatch][2];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
@@ -185,7 +181,7 @@ __device__ __forceinline__ void fill_step(const ExpertGemm& p, const Work& work,
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int token = first + 32 * i;
-      if (token < work.width) {
+      if (token < W) {
         const SplitChunk split = split_chunk(&values[i][0].x);
         store_chunk(stage, token, thread % 4, split.high);
         store_chunk(stage, token, thread % 4 + 4, split.low);
