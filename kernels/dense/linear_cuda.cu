@@ -1,14 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
-// Few rows: kernels/dense/linear_skinny.cuh, one launch for all parts. Many rows: cuBLASLt per part, then one launch
-// adds LoRA and bias to what it wrote. A bf16 output is then rounded before LoRA and bias are added and again after.
-// Without cuBLASLt the kernel for few rows takes them in tiles. Sums over K of our own are ordered by the shape, those
-// of cuBLASLt too; whether a batch has adapters never matters. A row takes nothing from the adapters of others: a delta
-// is added where the row has one, not multiplied by zero where it has none.
+// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_cluster.cuh where the GPU can, otherwise
+// as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows. More rows:
+// cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded before LoRA and
+// bias are added and again after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums over K are ordered
+// by the shape of the op; whether a batch has adapters never matters. A row takes nothing from the adapters of others:
+// a delta is added where the row has one, not multiplied by zero where it has none.
 // H200, between two events, read ceiling 4.5 TB/s. gpt-oss-20b: lm_head of 1 row 253 us for 1158 MB = 99 %, of 64 rows
-// 305 us; q, k, v and o of 1 row 14.7 us for 29 MB and 12.0 us for 24 MB, with an adapter of rank 32 21.6 and 16.8; of
-// 64 rows 27.6 and 24.3 us (cuBLASLt 33.7 and 19.1), with 8 adapters 47.9 and 34.5 us; of 4096 rows 245 and 186 us.
-// Qwen3-30B-A3B, 1 row: 12.0 us for 21 MB and 9.9 us for 17 MB.
+// 305 us; q, k, v and o of 4096 rows 245 and 186 us.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -18,6 +17,7 @@
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_cluster.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
 #include "kernels/dense/linear_skinny.cuh"
@@ -26,10 +26,11 @@
 namespace moelora {
 namespace {
 
-// Up to here the kernel for few rows, then cuBLASLt. The second tile of 32 rows finds the weights in the L2.
+// Up to here kernels of our own, then cuBLASLt.
 constexpr int SKINNY_ROWS = 64;
 constexpr int SKINNY_ROWS_LARGE = 32;
-constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two; without LoRA
+constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, clusters of blocks share the rows where the GPU has them
+constexpr int WIDE_TILES = 2048;      // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr unsigned ALL = 0xffffffffu;
@@ -119,6 +120,17 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   p.layer = args.layer;
 }
 
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
+void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
+  const int rows = launch.params.num_rows;
+  if (wide) {
+    linear::launch_skinny<2>(launch, state);
+  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kClusterRows ||
+             !linear::launch_cluster(launch, state)) {
+    linear::launch_skinny<1>(launch, state);
+  }
+}
+
 }  // namespace
 
 void linear_cuda(const LinearArgs& args, Stream& stream) {
@@ -173,7 +185,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    wide ? linear::launch_skinny<2>(skinny, state) : linear::launch_skinny<1>(skinny, state);
+    launch_own(skinny, large, wide, state);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);

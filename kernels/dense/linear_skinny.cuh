@@ -184,10 +184,15 @@ __device__ __forceinline__ void find_deltas(const Params& p, const Tile& tile,
                                             SkinnyShared<NT, MT, WARPS, true>& shared) {
   using Shared = SkinnyShared<NT, MT, WARPS, true>;
   const auto& [part, n0, row0, rows] = tile;
-  find_tokens(p, part, row0, rows, n0, Shared::WIDTH, shared.tokens);
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const LoraToken found = find_token(p, part, row0 + lane, lane < rows, n0, Shared::WIDTH);
+  if (lane < rows) {
+    shared.tokens[lane] = found;
+  }
+  __syncwarp();  // tokens are there for the warp
   wait_for_previous();
   if constexpr (Shared::AHEAD) {
-    for (int i = static_cast<int>(threadIdx.x % 32); i < rows * Shared::WIDTH; i += 32) {
+    for (int i = lane; i < rows * Shared::WIDTH; i += 32) {
       const int token = i / Shared::WIDTH;
       const int n = n0 + i % Shared::WIDTH;
       if (shared.tokens[token].rank != 0 && n < part.n) {
