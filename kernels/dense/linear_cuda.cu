@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
-// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_cluster.cuh where the GPU can, otherwise
-// as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows. More rows:
-// cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded before LoRA and
-// bias are added and again after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums over K are ordered
-// by the shape of the op; whether a batch has adapters never matters. A row takes nothing from the adapters of others:
-// a delta is added where the row has one, not multiplied by zero where it has none.
-// H200, between two events, read ceiling 4.5 TB/s. gpt-oss-20b: lm_head of 1 row 253 us for 1158 MB = 99 %, of 64 rows
-// 305 us; q, k, v and o of 4096 rows 245 and 186 us.
+// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_cluster.cuh where the GPU can,
+// otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
+// More rows: cuBLASLt per part, then one launch adds LoRA and bias to what it wrote. A bf16 output is then rounded
+// before LoRA and bias are added and again after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums
+// over K are ordered by the shape of the op; whether a batch has adapters never matters. A row takes nothing from the
+// adapters of others: a delta is added where the row has one, not multiplied by zero where it has none. H200, between
+// two events, read ceiling 4.5 TB/s. gpt-oss-20b: lm_head of 1 row 253 us for 1158 MB = 99 %, of 64 rows 305 us; q, k,
+// v and o of 4096 rows 245 and 186 us.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
