@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies from global to shared memory that pass no register (cp.async), in groups that a thread waits for in order.
+// Copies from global to shared memory that pass no register (cp.async), in groups that a thread waits for in order; and
+// a copy to the L2 that nobody waits for.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +33,13 @@ __device__ __forceinline__ void async_commit() {
 template <int N>
 __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+// Asks `bytes` into the L2, both multiples of 16. Nothing where the GPU cannot do that.
+__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
 }
 
 }  // namespace moelora

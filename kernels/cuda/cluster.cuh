@@ -30,6 +30,24 @@ __device__ __forceinline__ void cluster_sync() {
 #endif
 }
 
+// Its halves. What this thread wrote is there for those that come back from cluster_wait().
+__device__ __forceinline__ void cluster_arrive() {
+#ifdef MOELORA_CLUSTERS
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+// Says only that this thread has come so far, all it read from other blocks in hand.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+#ifdef MOELORA_CLUSTERS
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#ifdef MOELORA_CLUSTERS
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
 // In shared memory. A phase ends when all arrivals and all announced bytes are there; phase n has parity n % 2.
 class ClusterBarrier {
  public:

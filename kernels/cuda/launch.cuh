@@ -59,21 +59,31 @@ inline void check_launch(const char* op) {
   check_cuda(cudaGetLastError(), op);
 }
 
-// A launch on the stream as <<<grid, block, shared>>>, dependent where the GPU can do that.
+// A launch on the stream as <<<grid, block, shared>>>, dependent where the GPU can do that, in clusters of `cluster`
+// blocks if not 0 (compute capability 9.0 on).
 template <class... Parameters, class... Args>
-void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared, const CudaStream& state,
-                      const Args&... args) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+void launch_dependent_clusters(void (*kernel)(Parameters...), dim3 grid, unsigned cluster, unsigned block,
+                               size_t shared, const CudaStream& state, const Args&... args) {
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = cluster;
+  attributes[1].val.clusterDim.y = 1;
+  attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared;
   config.stream = state.stream;
-  config.attrs = &attribute;
-  config.numAttrs = state.compute_capability >= 90 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = state.compute_capability < 90 ? 0 : (cluster == 0 ? 1 : 2);
   cudaLaunchKernelEx(&config, kernel, Parameters(args)...);  // check_launch() finds its error
+}
+template <class... Parameters, class... Args>
+void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned block, size_t shared, const CudaStream& state,
+                      const Args&... args) {
+  launch_dependent_clusters(kernel, grid, 0, block, shared, state, args...);
 }
 
 // Until everything that earlier kernels of the stream did is done and visible.

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
-// Few rows: kernels/dense/linear_skinny.cuh, one launch for all parts. Many rows: cuBLASLt per part, with the bias if it
-// takes it, then one launch adds LoRA to the rows that have adapters, and a bias that is left. A bf16 output is then
-// rounded before they are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums
-// over K of our own are ordered by the shape, those of cuBLASLt too; whether a batch has adapters never matters. A row
-// takes nothing from the adapters of others: a delta is added where the row has one, not multiplied by zero where it
-// has none.
+// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_cluster.cuh where the GPU can,
+// otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
+// More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
+// and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
+// the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
+// adapters never matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not
+// multiplied by zero where it has none.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -15,6 +16,7 @@
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_cluster.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
 #include "kernels/dense/linear_skinny.cuh"
@@ -23,10 +25,11 @@
 namespace moelora {
 namespace {
 
-// Up to here the kernel for few rows, then cuBLASLt. The second tile of 32 rows finds the weights in the L2.
+// Up to here kernels of our own, then cuBLASLt.
 constexpr int SKINNY_ROWS = 64;
 constexpr int SKINNY_ROWS_LARGE = 32;
-constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two; without LoRA
+constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, clusters of blocks share the rows where the GPU has them
+constexpr int WIDE_TILES = 2048;      // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr unsigned ALL = 0xffffffffu;
@@ -82,6 +85,30 @@ void check_part(const LinearArgs& args, const LinearPart& part) {
   MOELORA_ASSERT(part.bias.empty() || part.bias.dtype != Dtype::kF16);
 }
 
+// The parts as the kernels see them, without LoRA. Returns their tiles of 16 outputs.
+int fill_parts(const LinearArgs& args, Params& common) {
+  common.x = static_cast<const __nv_bfloat16*>(args.x.data);
+  common.x_stride = args.x.stride;
+  common.num_rows = args.num_rows;
+  common.k = args.k;
+  common.accumulate = args.accumulate;
+  int tiles = 0;
+  for (int i = 0; i < args.num_parts; ++i) {
+    const LinearPart& part = args.parts[i];
+    check_part(args, part);
+    Part& own = common.parts[i];
+    own.weight = part.weight.data;
+    own.bias = part.bias.data;
+    own.bias_f32 = part.bias.dtype == Dtype::kF32;
+    own.out = part.out.data;
+    own.out_f32 = part.out.dtype == Dtype::kF32;
+    own.out_stride = part.out.stride;
+    own.n = part.weight.rows;
+    tiles += (own.n + 15) / 16;
+  }
+  return tiles;
+}
+
 // Fills what LoRA needs and queues the shrink.
 void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   DenseShrinkArgs shrink;
@@ -129,6 +156,17 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
   linear_epilogue::launch(epilogue, state);
 }
 
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
+void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
+  const int rows = launch.params.num_rows;
+  if (wide) {
+    linear::launch_skinny<2>(launch, state);
+  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kClusterRows ||
+             !linear::launch_cluster(launch, state)) {
+    linear::launch_skinny<1>(launch, state);
+  }
+}
+
 }  // namespace
 
 void linear_cuda(const LinearArgs& args, Stream& stream) {
@@ -138,25 +176,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     return;
   }
   Params common{};
-  common.x = static_cast<const __nv_bfloat16*>(args.x.data);
-  common.x_stride = args.x.stride;
-  common.num_rows = args.num_rows;
-  common.k = args.k;
-  common.accumulate = args.accumulate;
-  int tiles = 0;
-  for (int i = 0; i < args.num_parts; ++i) {
-    const LinearPart& part = args.parts[i];
-    check_part(args, part);
-    Part& own = common.parts[i];
-    own.weight = part.weight.data;
-    own.bias = part.bias.data;
-    own.bias_f32 = part.bias.dtype == Dtype::kF32;
-    own.out = part.out.data;
-    own.out_f32 = part.out.dtype == Dtype::kF32;
-    own.out_stride = part.out.stride;
-    own.n = part.weight.rows;
-    tiles += (own.n + 15) / 16;
-  }
+  const int tiles = fill_parts(args, common);
   prepare_lora(args, common, stream);
   const bool large = tiles >= WIDE_TILES;
   const bool wide = large && common.num_modules == 0;
@@ -187,7 +207,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    wide ? linear::launch_skinny<2>(skinny, state) : linear::launch_skinny<1>(skinny, state);
+    launch_own(skinny, large, wide, state);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);

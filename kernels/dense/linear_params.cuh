@@ -114,36 +114,35 @@ __device__ __forceinline__ const float* shrunk_row(const Params& p, const Part& 
   return p.shrunk + (row * p.num_modules + part.module_index) * p.rank_stride;
 }
 
-// By one warp, lane i for row i: what the rows' adapters say about a part, and their B asked into the L2 for a block's
-// outputs, where it arrives while the weights stream.
-__device__ __forceinline__ void find_tokens(const Params& p, const Part& part, int row0, int rows, int n0, int width,
-                                            LoraToken* tokens) {
-  const int lane = threadIdx.x % 32;
+// By one warp, each lane for a row of its own if it has one (`there`): what the row's adapter says about a part, and B
+// of the warp's adapters asked into the L2 for outputs n0 .. n0 + width - 1, where it arrives while the weights stream.
+__device__ __forceinline__ LoraToken find_token(const Params& p, const Part& part, int row, bool there, int n0,
+                                                int width) {
   const ResolvedLora* record = nullptr;
   int slot = 0;
   float scale = 0.0f;
-  if (part.module >= 0 && lane < rows) {
-    slot = p.row_slot[row0 + lane];
-    scale = p.row_scale[row0 + lane];
+  if (part.module >= 0 && there) {
+    slot = p.row_slot[row];
+    scale = p.row_scale[row];
     if (slot != 0) {
       record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(part.module));
     }
   }
   const LoraToken token = lora_token(record, slot, scale);
-  if (lane < rows) {
-    tokens[lane] = token;
-  }
   const unsigned same = __match_any_sync(0xffffffffu, token.rank != 0 ? slot : 0);
-  if (token.rank != 0 && __ffs(static_cast<int>(same)) - 1 == lane) {
+  if (token.rank != 0 && __ffs(static_cast<int>(same)) - 1 == static_cast<int>(threadIdx.x % 32)) {
     const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
-    for (int panel = 0; panel < panels; ++panel) {
-      for (int n = n0; n < n0 + width && n < part.n; n += 8) {
+    for (int n = n0; n < min(n0 + width, part.n); n = n - n % kTileColumns + kTileColumns) {
+      const int lines = (min(min(n0 + width, part.n) - n, kTileColumns - n % kTileColumns) + 7) / 8;
+      for (int panel = 0; panel < panels; ++panel) {
         const std::byte* tile = paged_granule(p.table, slot, token.b, token.b_pages, n / kTileColumns * panels + panel);
-        prefetch_l2(tile + n % kTileColumns / 8 * 128);
+        for (int i = 0; i < lines; ++i) {
+          prefetch_l2(tile + (n % kTileColumns / 8 + i) * 128);
+        }
       }
     }
   }
-  __syncwarp();  // tokens are there for the warp
+  return token;
 }
 
 }  // namespace moelora::linear

@@ -6,7 +6,8 @@
 // blocks share a multiprocessor, so that the tiles of a decode step's linears are all resident; where there are so few
 // tiles that each has one to itself, 16 warps split K.
 // With LoRA a further warp looks up the rows' adapters meanwhile, waits for the shrink, beside which this kernel runs,
-// and computes the deltas of up to 8 rows; deltas of more rows are computed by all warps with the last sum.
+// and computes the deltas of up to 2 rows; those of up to 8 are computed by everybody when the weights are through, a
+// thread each, those of more with the last sum.
 // Limited by memory: each weight is read once. Included by linear_cuda.cu.
 #pragma once
 
@@ -166,34 +167,33 @@ struct Tile {
   int rows;
 };
 
-// In fragments as Place tells; `delta` is [8 rows][WIDTH].
+// `partial` in fragments as Place tells.
 template <int NT, int MT, int WARPS, bool LORA>
 struct SkinnyShared {
   static constexpr int ELEMENTS = MT * NT * 128;
   static constexpr int WIDTH = 16 * MT;
-  static constexpr bool AHEAD = LORA && NT == 1;            // the further warp computes the deltas
+  static constexpr bool DELTAS = LORA && NT == 1;           // are left in shared memory before the last sum
   static constexpr bool ONE_EACH = ELEMENTS <= WARPS * 32;  // element a thread, whose bias and old output come early
   float partial[WARPS * ELEMENTS];
-  float delta[AHEAD ? 8 * WIDTH : 1];
+  float delta[DELTAS ? 8 * WIDTH : 1];  // [row][WIDTH]
   LoraToken tokens[LORA ? 8 * NT : 1];
 };
 
-// By the further warp.
-template <int NT, int MT, int WARPS>
-__device__ __forceinline__ void find_deltas(const Params& p, const Tile& tile,
-                                            SkinnyShared<NT, MT, WARPS, true>& shared) {
-  using Shared = SkinnyShared<NT, MT, WARPS, true>;
+// The deltas of up to two rows by the further warp alone, as soon as the shrink has ended; those of more by everybody,
+// a thread each. By the whole block.
+template <class Shared>
+__device__ __forceinline__ void find_deltas(const Params& p, const Tile& tile, bool is_further, Shared& shared) {
   const auto& [part, n0, row0, rows] = tile;
-  find_tokens(p, part, row0, rows, n0, Shared::WIDTH, shared.tokens);
   wait_for_previous();
-  if constexpr (Shared::AHEAD) {
-    for (int i = static_cast<int>(threadIdx.x % 32); i < rows * Shared::WIDTH; i += 32) {
-      const int token = i / Shared::WIDTH;
-      const int n = n0 + i % Shared::WIDTH;
-      if (shared.tokens[token].rank != 0 && n < part.n) {
-        shared.delta[i] = row_delta(p, part, row0, shared.tokens, token, n);
-      }
-    }
+  const bool alone = rows * Shared::WIDTH <= 32;
+  if (!alone) {
+    __syncthreads();  // the tokens are there
+  }
+  const int i = static_cast<int>(alone ? threadIdx.x % 32 : threadIdx.x);
+  const int token = i / Shared::WIDTH;
+  const int n = n0 + i % Shared::WIDTH;
+  if ((is_further || !alone) && token < rows && n < part.n && shared.tokens[token].rank != 0) {
+    shared.delta[i] = row_delta(p, part, row0, shared.tokens, token, n);
   }
 }
 
@@ -219,8 +219,8 @@ __device__ __forceinline__ void store_sums(const Params& p, const Tile& tile,
     }
     if constexpr (LORA) {
       if (shared.tokens[token].rank != 0) {
-        y += Shared::AHEAD ? shared.delta[token * Shared::WIDTH + place.n]
-                           : row_delta(p, part, row0, shared.tokens, token, n);
+        y += Shared::DELTAS ? shared.delta[token * Shared::WIDTH + place.n]
+                            : row_delta(p, part, row0, shared.tokens, token, n);
       }
     }
     if (part.bias != nullptr) {
@@ -250,9 +250,11 @@ __global__ void __launch_bounds__(skinny_threads(WARPS, LORA), skinny_blocks_per
   Stored bias;
   Stored before;
   if (LORA && warp == WARPS) {
-    if constexpr (LORA) {
-      find_deltas(p, tile, shared);
+    const LoraToken token = find_token(p, part, row0 + lane, lane < tile.rows, n0, Shared::WIDTH);
+    if (lane < tile.rows) {
+      shared.tokens[lane] = token;
     }
+    __syncwarp();  // the tokens are there for the warp
   } else {
     const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
     float acc[MT][NT][4] = {};
@@ -275,6 +277,9 @@ __global__ void __launch_bounds__(skinny_threads(WARPS, LORA), skinny_blocks_per
     for (int e = 0; e < MT * NT * 4; ++e) {
       shared.partial[warp * Shared::ELEMENTS + e * 32 + lane] = acc[e / 4 / NT][e / 4 % NT][e % 4];
     }
+  }
+  if constexpr (Shared::DELTAS) {
+    find_deltas(p, tile, warp == WARPS, shared);
   }
   wait_for_previous();
   __syncthreads();  // sums of all warps, tokens and deltas

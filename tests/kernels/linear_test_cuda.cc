@@ -142,7 +142,8 @@ TEST_CASE("linear_cuda of the base equals the formula") {
     }
   }
   for (const Shape& shape : {Shape{3, 2880, {2880, 60, 1}}, Shape{64, 2880, {64, 130}}, Shape{300, 200, {130, 8}},
-                             Shape{301, 200, {132, 64, 8}}, Shape{33, 64, {2880}}, Shape{65, 4096, {60}}}) {
+                             Shape{301, 200, {132, 64, 8}}, Shape{33, 64, {2880}}, Shape{65, 4096, {60}},
+                             Shape{1, 2880, {2200, 60}}, Shape{8, 4096, {2150}}, Shape{2, 72, {2200}}}) {
     shapes.push_back(shape);
   }
   for (const Shape& shape : shapes) {
@@ -347,6 +348,49 @@ TEST_CASE("linear_cuda: neighbours' adapters do not change a row, not even with 
       for (size_t t = 1; t < slots.size(); t += 2) {
         INFO("part " << p << " row " << t << " slot " << slots[t]);
         CHECK(same_bits(before[p].data() + t * n, after[p].data() + t * n, n));
+      }
+    }
+  }
+}
+
+TEST_CASE("linear_cuda of 9 to 64 rows, few and many outputs, K cut into any number of ranges") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const std::vector<Shape> shapes = {
+      {9, 8, {60, 1, 64}},   {33, 72, {130, 8, 60}},  {64, 200, {32}},         {40, 448, {128, 60}},
+      {63, 520, {30, 65}},   {31, 2880, {32}},        {10, 72, {1100, 60, 1}}, {64, 576, {1100, 60}},
+      {17, 2880, {1100, 8}}, {40, 1024, {4096, 512}}, {50, 4096, {1030}},      {32, 200, {33, 2050, 129}},
+  };
+  const std::vector<int32_t> ranks = {8, 33, 5, 256, 64};
+  for (const Shape& shape : shapes) {
+    const Dtype out = shape.rows % 2 == 0 ? Dtype::kF32 : Dtype::kBf16;
+    INFO(text(shape) << " out " << dtype_name(out));
+    LoraCase lora(shape, ranks, Dtype::kBf16, out, static_cast<uint32_t>(100 + shape.rows));
+    lora.linear.accumulate = shape.rows % 3 == 0;
+    lora.linear.odd_stride = shape.rows % 5 == 0;
+    const auto base = lora.linear.run();
+    check_values(lora.linear, base);
+    CHECK(base == lora.linear.run());
+    std::vector<int32_t> slots = draw_slots(lora.draw, shape.rows, static_cast<int32_t>(ranks.size()));
+    const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
+    const auto mixed = lora.run(slots, scales);
+    check_values(lora.linear, mixed, &lora.adapters);
+    CHECK(mixed == lora.run(slots, scales));
+    const std::vector<int32_t> kept = slots;
+    for (size_t t = 0; t < slots.size(); t += 2) {
+      slots[t] = (slots[t] + 1) % static_cast<int32_t>(ranks.size() + 1);
+    }
+    const auto others = lora.run(slots, scales);
+    for (size_t p = 0; p < shape.outputs.size(); ++p) {
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        INFO("part " << p << " row " << t << " slot " << kept[static_cast<size_t>(t)]);
+        if (kept[static_cast<size_t>(t)] == 0 || scales[static_cast<size_t>(t)] == 0.0f) {
+          CHECK(lora.same_row(base, mixed, p, t));
+        }
+        if (t % 2 == 1) {
+          CHECK(lora.same_row(mixed, others, p, t));
+        }
       }
     }
   }
