@@ -14,161 +14,274 @@
 
 #include <algorithm>
 
-#include "kernels/moe/expert_gemm.cuh"
+#include "kernels/cuda/wgmma.cuh"
+#include "kernels/moe/expert_stream.cuh"
 
 namespace moelora {
 
-constexpr int kDecodeBlocksPerSm = 2;
 constexpr int kDecodeTokens = 16;  // of a work item, in two groups of 8
 
+// Division of numbers below 2^31 by one that the host knows.
+struct Divider {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+  explicit Divider(uint32_t by) : divisor(by), shift(0) {
+    while ((uint64_t{1} << shift) < by) {
+      ++shift;
+    }
+    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - by) << 32) / by + 1);
+  }
+  [[nodiscard]] __device__ __forceinline__ int quotient(int n) const {
+    const auto dividend = static_cast<uint32_t>(n);
+    return static_cast<int>((__umulhi(dividend, multiplier) + dividend) >> shift);
+  }
+};
+
+// A work item: kRowTiles row tiles of one expert times all of its tokens, kDecodeTokens at a time.
 struct ExpertWork {
-  int item;
   int expert;
   int tile;  // first row tile
   int pair;  // first sorted pair
   int end;   // end of the expert's pairs
 };
 
-// Items are ordered by expert, then by row tiles, so that blocks running together share tokens.
-template <int RT>
-struct ExpertWalk {
-  int items;
-  int tile_groups;
+// What a warp needs again after the products, in shared memory meanwhile: registers are what limits the warps an SM.
+struct ExpertProgress {
+  ExpertWork work;
+  int round;
+  int turn;
 
-  __device__ __forceinline__ explicit ExpertWalk(const ExpertGemm& p)
-      : items(__ldg(p.order.num_active) * ((p.row_tiles + RT - 1) / RT)), tile_groups((p.row_tiles + RT - 1) / RT) {}
-  [[nodiscard]] __device__ __forceinline__ bool ended(const ExpertWork& work) const { return work.item >= items; }
-  __device__ __forceinline__ void seek(const ExpertGemm& p, ExpertWork& work, int item) const {
-    work.item = item;
-    if (item < items) {
-      work.expert = __ldg(p.order.active_experts + item / tile_groups);
-      work.tile = item % tile_groups * RT;
-      work.pair = __ldg(p.order.expert_begin + work.expert);
-      work.end = __ldg(p.order.expert_begin + work.expert + 1);
+  __device__ __forceinline__ void keep(ExpertProgress& shared) const {
+    __syncwarp();  // what was there before was read
+    if (lane_index() == 0) {
+      shared = *this;
     }
-  }
-  // More tokens of the same rows, or the next item of this block.
-  __device__ __forceinline__ void advance(const ExpertGemm& p, ExpertWork& work) const {
-    if (work.pair + kDecodeTokens < work.end) {
-      work.pair += kDecodeTokens;
-    } else {
-      seek(p, work, work.item + static_cast<int>(gridDim.x));
-    }
+    __syncwarp();
   }
 };
 
-// The copying end of a warp's ring. Every call of issue() closes one group of copies, so that groups count stages.
-template <class Source, int RT, int STAGES>
-struct WeightRing {
-  static constexpr int kStage = RT * Source::kStageBytes;
-  static constexpr int kBytes = STAGES * kStage;
-  std::byte* memory;
-  std::byte* write;  // the stage that issue() fills next
-  std::byte* read;   // the oldest stage
-  ExpertWork work;
-  Source source[RT];
-  int begin;
-  int end;
-  int b;
+// Items are ordered by expert, then by row tiles. A unit (the warps that share an item) takes one item a round: in full
+// rounds the units of a block neighbouring ones, which use the same tokens; in the last round they are spread over all
+// blocks.
+template <class WeightStream>
+struct ExpertWalk {
+  static constexpr int kUnits = WeightStream::kWarps / WeightStream::kItemWarps;
+  int items;
+  int units;
+  int full;       // items of full rounds
+  int neighbour;  // this unit's place in full rounds
+  int spread;     // and in the last one
 
-  __device__ __forceinline__ void locate(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
-    if (!walk.ended(work)) {
-#pragma unroll
-      for (int i = 0; i < RT; ++i) {
-        source[i].locate(p, work.expert, min(work.tile + i, p.row_tiles - 1));
-      }
+  __device__ __forceinline__ ExpertWalk(const ExpertGemm& p, const Divider& tile_groups, int unit)
+      : items(__ldg(p.order.num_active) * static_cast<int>(tile_groups.divisor)),
+        units(static_cast<int>(gridDim.x) * kUnits),
+        full(items - items % units),
+        neighbour(static_cast<int>(blockIdx.x) * kUnits + unit),
+        spread(unit * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) {}
+  // This unit's item of the round that begins with item `round`.
+  [[nodiscard]] __device__ __forceinline__ int item(int round) const {
+    return round + (round < full ? neighbour : spread);
+  }
+  [[nodiscard]] __device__ __forceinline__ bool there(int round) const { return item(round) < items; }
+  [[nodiscard]] __device__ __forceinline__ ExpertWork work(const ExpertGemm& p, const Divider& tile_groups,
+                                                           int round) const {
+    const int at = item(round);
+    const int active = tile_groups.quotient(at);
+    const int expert = __ldg(p.order.active_experts + active);
+    return {expert, (at - active * static_cast<int>(tile_groups.divisor)) * WeightStream::kRowTiles,
+            __ldg(p.order.expert_begin + expert), __ldg(p.order.expert_begin + expert + 1)};
+  }
+};
+
+// A warp's share of k in groups of blocks, and its ring. Copies refill a block's place as soon as it was read, with the
+// block that many groups further on, across work items. Every refill closes one group of copies, so that groups count
+// blocks.
+template <class WeightStream>
+struct WeightRing {
+  static constexpr int kBytes = WeightStream::kStages * WeightStream::kStageBytes;
+  static constexpr int kDepth = WeightStream::kStages * WeightStream::kGroup;
+  using Place = typename WeightStream::Place;
+  Place first;
+  Place stage;      // read and refilled next
+  int begin;        // first group
+  int count;        // of groups
+  int last_blocks;  // of the last one
+  // Of the copies:
+  WeightStream stream;
+  int round;
+  int passes;  // over the item that are still to come after this one
+  int left;    // groups of this pass, 0 = no more items
+
+  // The first pass over the item of `round`, or the end.
+  __device__ __forceinline__ void enter(const ExpertGemm& p, const Divider& tile_groups,
+                                        const ExpertWalk<WeightStream>& walk) {
+    left = 0;
+    if (count > 0 && walk.there(round)) {
+      const ExpertWork work = walk.work(p, tile_groups, round);
+      passes = (work.end - work.pair - 1) / kDecodeTokens;
+      stream.locate(p, work.expert, work.tile, begin);
+      left = count;
     }
   }
-  __device__ __forceinline__ void issue(const ExpertGemm& p, const ExpertWalk<RT>& walk) {
-    if (!walk.ended(work)) {
-#pragma unroll
-      for (int i = 0; i < RT; ++i) {
-        source[i].copy(write + i * Source::kStageBytes, b);
-      }
-      if (++b == end) {
-        b = begin;
-        walk.advance(p, work);
-        locate(p, walk);
-      }
+  // Refills block q of the stage.
+  __device__ __forceinline__ void refill(int q) const {
+    if (q < (left > 1 ? WeightStream::kGroup : left * last_blocks)) {
+      stream.copy(stage, q);
     }
     async_commit();
-    write = after(write);
   }
-  [[nodiscard]] __device__ __forceinline__ std::byte* after(std::byte* stage) const {
-    return stage == memory + (STAGES - 1) * kStage ? memory : stage + kStage;
+  // After the last block of a stage.
+  __device__ __forceinline__ void next_stage(const ExpertGemm& p, const Divider& tile_groups,
+                                             const ExpertWalk<WeightStream>& walk) {
+    if constexpr (WeightStream::kStages > 1) {
+      stage = stage == first + (kBytes - WeightStream::kStageBytes) ? first : stage + WeightStream::kStageBytes;
+    }
+    if (left > 1) {
+      --left;
+      stream.advance();
+    } else if (left == 1) {
+      if (passes > 0) {
+        --passes;
+        stream.rewind(count - 1);
+        left = count;
+      } else {
+        round += walk.units;
+        enter(p, tile_groups, walk);
+      }
+    }
   }
 };
 
-// This lane's chunks of block b of its tokens. Chunks past the last one repeat it: their weights are zeros.
 template <int NT>
-__device__ __forceinline__ void load_tokens(uint4 (&x)[NT][2], const uint4* const (&token)[2], int chunks, int b) {
+__device__ __forceinline__ void load_chunk(uint4 (&x)[NT], const uint4* const (&token)[2], int at) {
 #pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    const auto at = static_cast<uint32_t>(min(8 * b + 4 * c + lane_index() % 4, chunks - 1));
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      x[j][c] = __ldg(token[j] + at);
-    }
+  for (int j = 0; j < NT; ++j) {
+    x[j] = __ldg(token[j] + at);
   }
 }
 
-// One work item's share of this warp.
-template <int NT, class Source, int RT, int STAGES>
-__device__ __forceinline__ void multiply(float (&acc)[RT][2][4], const ExpertGemm& p, const ExpertWalk<RT>& walk,
-                                         WeightRing<Source, RT, STAGES>& ring, const uint4* const (&token)[2]) {
-  const int chunks = p.k / 8;
-  const int begin = ring.begin;
-  const int end = ring.end;
-  uint4 x[NT][2];
-  load_tokens<NT>(x, token, chunks, begin);
-#pragma unroll 2
-  for (int b = begin; b < end; ++b) {
-    uint4 next_x[NT][2];
-    load_tokens<NT>(next_x, token, chunks, b + 1);
-    async_wait<STAGES - 2>();  // the oldest stage is there
-    ring.issue(p, walk);       // into the stage that was read before it
+// Block q of a group. x: this lane's token chunks from the block's first one on, replaced by those that follow;
+// `last`: the largest place of a chunk, from token[] on, that exists. WHOLE: those of the whole group exist.
+template <bool WHOLE, int NT, class WeightStream>
+__device__ __forceinline__ void multiply_block(float (&acc)[WeightStream::kRowTiles][2][4],
+                                               uint4 (&x)[WeightStream::kChunksAhead][NT],
+                                               typename WeightStream::Shared& shared, WeightRing<WeightStream>& ring,
+                                               const uint4* const (&token)[2], int q, int last) {
+  constexpr int kAhead = WeightStream::kChunksAhead;
+  async_wait<WeightRing<WeightStream>::kDepth - 1>();  // the block is there
+  if (q == 0) {
+    WeightStream::open(shared, ring.stage);
+  }
+  typename WeightStream::Block block;
+  WeightStream::fetch(block, ring.stage, q);
+  ring.refill(q);
 #pragma unroll
-    for (int i = 0; i < RT; ++i) {
-      typename Source::Block w;
-      Source::fetch(w, ring.read + i * Source::kStageBytes);
+  for (int first = 0; first < 2; first += kAhead) {
+    uint4 next[kAhead][NT];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < kAhead; ++c) {
+      const int at = 8 * q + 4 * (first + kAhead + c);
+      load_chunk<NT>(next[c], token, WHOLE && at < 8 * WeightStream::kGroup ? at : min(at, last));
+    }
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) {
+#pragma unroll
+      for (int i = 0; i < WeightStream::kRowTiles; ++i) {
         uint4 low;
         uint4 high;
-        Source::chunk(w, c, low, high);
+        WeightStream::chunk(block, shared, i, first + c, low, high);
 #pragma unroll
         for (int j = 0; j < NT; ++j) {
-          mma_chunk(acc[i][j], low, high, x[j][c]);
+          mma_chunk(acc[i][j], low, high, x[c][j]);
         }
       }
     }
-    ring.read = ring.after(ring.read);
+#pragma unroll
+    for (int c = 0; c < kAhead; ++c) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+        x[c][j] = next[c][j];
+      }
+    }
+  }
+  WeightStream::next_block(shared);
+}
+
+// One pass over a work item, this warp's share of k. token[j]: this lane's first chunk of its token in group j. Chunks
+// past the last one repeat it: their weights are zeros.
+template <int NT, class WeightStream>
+__device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2][4], const ExpertGemm& p,
+                                         const Divider& tile_groups, const ExpertWalk<WeightStream>& walk,
+                                         WeightRing<WeightStream>& ring, const uint4* (&token)[2]) {
+  constexpr int kGroup = WeightStream::kGroup;
+  constexpr int kUnroll = kGroup == 1 ? 2 : 1;
+  const bool whole = 64 * kGroup * (ring.begin + ring.count) <= p.k;  // the last group, too
+  int last = p.k / 8 - 1 - lane_index() % 4 - 8 * kGroup * ring.begin;
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+    token[j] += 8 * kGroup * ring.begin;
+  }
+  uint4 x[WeightStream::kChunksAhead][NT];
+#pragma unroll
+  for (int c = 0; c < WeightStream::kChunksAhead; ++c) {
+    load_chunk<NT>(x[c], token, min(4 * c, last));
+  }
+#pragma unroll kUnroll
+  for (int left = ring.count; left > 0; --left) {
+    typename WeightStream::Shared shared;
+    const int blocks = left > 1 ? kGroup : ring.last_blocks;
+    if (left > 1 || whole) {
+#pragma unroll
+      for (int q = 0; q < kGroup; ++q) {
+        if (q >= blocks) {
+          break;  // never, but without branches the compiler fetches all blocks at once and runs out of registers
+        }
+        multiply_block<true, NT>(acc, x, shared, ring, token, q, last);
+      }
+    } else {
+#pragma unroll 1
+      for (int q = 0; q < kGroup; ++q) {
+        if (q < blocks) {
+          multiply_block<false, NT>(acc, x, shared, ring, token, q, last);
+        } else {
+          ring.refill(q);
+        }
+      }
+    }
+    ring.next_stage(p, tile_groups, walk);
+    last -= 8 * kGroup;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
-      x[j][0] = next_x[j][0];
-      x[j][1] = next_x[j][1];
+      token[j] += 8 * kGroup;
     }
   }
 }
 
-// The part of a work item that one warp finishes: row tile `tile` (i of the item) and token group j. Roles move from
-// turn to turn, so that no warp is always the late one.
+// The part of a work item that one warp finishes: row tile i of the item and token group j. Roles move from turn to
+// turn, so that no warp is always the late one.
 struct ExpertRole {
   bool active;
   int i;
   int j;
 };
-template <int RT>
-__device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertWork& work, int turn) {
-  const int index = (warp_index() + turn * RT) % kExpertWarps;
+template <class WeightStream>
+__device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertWork& work, int warp, int turn) {
+  constexpr int kRowTiles = WeightStream::kRowTiles;
+  const int index = (warp + turn * kRowTiles) % WeightStream::kItemWarps;
   const int groups = work.pair + 8 < work.end ? 2 : 1;
-  return {index < RT * groups && work.tile + index % RT < p.row_tiles, index % RT, index / RT};
+  return {index < kRowTiles * groups && work.tile + index % kRowTiles < p.row_tiles, index % kRowTiles,
+          index / kRowTiles};
 }
 
-// Sums of all warps over the inputs: [warp][row tile][group][lane].
-template <int RT>
+// Sums of a unit's warps over the inputs: [warp][row tile][group][lane].
+template <class WeightStream>
 struct PartialSums {
-  float4 at[kExpertWarps][RT][2][32];
+  // Two in turn, where there is room, save a barrier.
+  static constexpr int kBuffers = WeightStream::kRowTiles == 1 ? 2 : 1;
+  static constexpr int kBytesOfBlock =
+      kBuffers * WeightStream::kWarps * WeightStream::kRowTiles * 2 * 32 * static_cast<int>(sizeof(float4));
+  float4 at[WeightStream::kItemWarps][WeightStream::kRowTiles][2][32];
 };
 
 // Adds the deltas of this lane's tokens and outputs.
@@ -194,12 +307,12 @@ __device__ __forceinline__ void add_deltas(float (&sum)[4], const ExpertGemm& p,
   }
 }
 
-template <bool GATE_UP, int RT, bool LORA>
-__device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, const ExpertGemm& p, const ExpertWork& work,
-                                            const ExpertRole& role) {
+template <bool GATE_UP, class WeightStream, bool LORA>
+__device__ __forceinline__ void finish_role(const PartialSums<WeightStream>& partial, const ExpertGemm& p,
+                                            const ExpertWork& work, const ExpertRole& role) {
   float sum[4] = {};
 #pragma unroll
-  for (int warp = 0; warp < kExpertWarps; ++warp) {
+  for (int warp = 0; warp < WeightStream::kItemWarps; ++warp) {
     const float4 part = partial.at[warp][role.i][role.j][lane_index()];
     sum[0] += part.x;
     sum[1] += part.y;
@@ -212,66 +325,112 @@ __device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, cons
   finish_tile<GATE_UP>(sum, p, work.expert, work.tile + role.i, work.pair + 8 * role.j, work.end);
 }
 
-template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
-__global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
-    expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
-  using Ring = WeightRing<Source, RT, STAGES>;
-  extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
-  if (!LORA) {
-    wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
+// Of the warps that share an item.
+template <class WeightStream>
+__device__ __forceinline__ void sync_unit() {
+  if constexpr (WeightStream::kItemWarps == WeightStream::kWarps) {
+    __syncthreads();
+  } else {
+    barrier_sync(1 + warp_index() / WeightStream::kItemWarps, 32 * WeightStream::kItemWarps);
   }
-  let_next_start();
-  auto* const partial = reinterpret_cast<PartialSums<RT>*>(dynamic_shared);
-  const ExpertWalk<RT> walk(p);
-  ExpertWork work{};
-  walk.seek(p, work, static_cast<int>(blockIdx.x));
-  Ring ring;
-  ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
-  ring.write = ring.memory;
-  ring.read = ring.memory;
-  ring.begin = p.k_blocks * warp_index() / kExpertWarps;
-  ring.end = p.k_blocks * (warp_index() + 1) / kExpertWarps;
-  ring.b = ring.begin;
-  ring.work = work;
-  if (ring.begin < ring.end) {
-    ring.locate(p, walk);
-#pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) {
-      ring.issue(p, walk);
-    }
-  }
-  for (int turn = 0; !walk.ended(work); ++turn) {
-    const uint4* token[2];
+}
+
+// One pass: the products of this warp's share of k, and what it finishes of the sums.
+template <bool GATE_UP, class WeightStream, bool LORA>
+__device__ __forceinline__ void run_pass(PartialSums<WeightStream>* partial, const ExpertGemm& p,
+                                         const Divider& tile_groups, const ExpertWalk<WeightStream>& walk,
+                                         WeightRing<WeightStream>& ring, const ExpertProgress& progress) {
+  constexpr int kItemWarps = WeightStream::kItemWarps;
+  constexpr int kBuffers = PartialSums<WeightStream>::kBuffers;
+  const int warp = warp_index() % kItemWarps;
+  const uint4* token[2];
+  bool both;
+  {
+    const ExpertWork work = progress.work;
+    both = work.pair + 8 < work.end;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       // Where there is no token, the first one stands in: what that gives reaches its own column alone, and nobody
       // stores that.
       const int pair = work.pair + 8 * j + lane_index() / 4;
-      token[j] = token_row(p, pair < work.end ? pair : work.pair);
+      token[j] = token_row(p, pair < work.end ? pair : work.pair) + lane_index() % 4;
     }
-    float acc[RT][2][4] = {};
-    if (work.pair + 8 < work.end) {
-      multiply<2>(acc, p, walk, ring, token);
-    } else {
-      multiply<1>(acc, p, walk, ring, token);
-    }
+  }
+  float acc[WeightStream::kRowTiles][2][4] = {};
+  if (both) {
+    multiply<2>(acc, p, tile_groups, walk, ring, token);
+  } else {
+    multiply<1>(acc, p, tile_groups, walk, ring, token);
+  }
+  const ExpertWork work = progress.work;
+  const int turn = progress.turn;
+  PartialSums<WeightStream>& sums = partial[turn % kBuffers];
+  if (kBuffers == 1) {
+    sync_unit<WeightStream>();  // the sums of the pass before were read
+  }
 #pragma unroll
-    for (int i = 0; i < RT; ++i) {
+  for (int i = 0; i < WeightStream::kRowTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        partial[turn % 2].at[warp_index()][i][j][lane_index()] =
-            make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
+    for (int j = 0; j < 2; ++j) {
+      if (j == 0 || work.pair + 8 < work.end) {
+        sums.at[warp][i][j][lane_index()] = make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
       }
     }
-    if (LORA && turn == 0) {
-      wait_for_previous();  // the deltas are there
+  }
+  if (LORA && turn == 0) {
+    wait_for_previous();  // the deltas are there
+  }
+  sync_unit<WeightStream>();  // the sums of all warps are there
+  const ExpertRole role = role_of<WeightStream>(p, work, warp, turn);
+  if (role.active) {
+    finish_role<GATE_UP, WeightStream, LORA>(sums, p, work, role);
+  }
+}
+
+template <bool GATE_UP, class WeightStream, bool LORA>
+__global__ void __launch_bounds__(32 * WeightStream::kWarps, WeightStream::kBlocksPerSm)
+    expert_decode_kernel(const __grid_constant__ ExpertGemm p, const __grid_constant__ Divider tile_groups) {
+  using Ring = WeightRing<WeightStream>;
+  using Sums = PartialSums<WeightStream>;
+  __shared__ ExpertProgress progress[WeightStream::kWarps];
+  extern __shared__ uint4 dynamic_shared[];  // the units' sums, then the warps' rings
+  if (!LORA) {
+    wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
+  }
+  let_next_start();
+  const int unit = warp_index() / WeightStream::kItemWarps;
+  const int warp = warp_index() % WeightStream::kItemWarps;
+  const ExpertWalk<WeightStream> walk(p, tile_groups, unit);
+  const int k_groups = (p.k_blocks + WeightStream::kGroup - 1) / WeightStream::kGroup;
+  auto* const partial = reinterpret_cast<Sums*>(dynamic_shared) + unit * Sums::kBuffers;
+  Ring ring;
+  ring.first = WeightStream::place(reinterpret_cast<std::byte*>(dynamic_shared) + Sums::kBytesOfBlock +
+                                   warp_index() * Ring::kBytes);
+  ring.stage = ring.first;
+  ring.begin = k_groups * warp / WeightStream::kItemWarps;
+  ring.count = k_groups * (warp + 1) / WeightStream::kItemWarps - ring.begin;
+  ring.last_blocks = min(WeightStream::kGroup, p.k_blocks - (ring.begin + ring.count - 1) * WeightStream::kGroup);
+  ring.round = 0;
+  ring.enter(p, tile_groups, walk);
+#pragma unroll 1
+  for (int s = 0; s < WeightStream::kStages; ++s) {
+#pragma unroll
+    for (int q = 0; q < WeightStream::kGroup; ++q) {
+      ring.refill(q);
     }
-    __syncthreads();  // the partial sums of all warps are there
-    const ExpertRole role = role_of<RT>(p, work, turn);
-    if (role.active) {
-      finish_role<GATE_UP, RT, LORA>(partial[turn % 2], p, work, role);
+    ring.next_stage(p, tile_groups, walk);
+  }
+  ExpertProgress now{};
+  while (walk.there(now.round)) {
+    now.work = walk.work(p, tile_groups, now.round);
+    while (now.work.pair < now.work.end) {
+      now.keep(progress[warp_index()]);
+      run_pass<GATE_UP, WeightStream, LORA>(partial, p, tile_groups, walk, ring, progress[warp_index()]);
+      now = progress[warp_index()];
+      now.work.pair += kDecodeTokens;
+      ++now.turn;
     }
-    walk.advance(p, work);
+    now.round += walk.units;
   }
   if (LORA) {
     wait_for_previous();  // also in a block without an item: its end must mean that all before it has ended
@@ -279,22 +438,26 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
   async_wait<0>();
 }
 
-template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
+template <bool GATE_UP, class WeightStream, bool LORA>
 void launch_expert_decode_of(const ExpertGemm& p, int max_active, const CudaStream& state) {
-  constexpr size_t kSharedBytes = 2 * sizeof(PartialSums<RT>) + kExpertWarps * WeightRing<Source, RT, STAGES>::kBytes;
-  constexpr auto kKernel = expert_decode_kernel<GATE_UP, Source, RT, STAGES, LORA>;
+  constexpr size_t kSharedBytes = PartialSums<WeightStream>::kBytesOfBlock +
+                                  static_cast<size_t>(WeightStream::kWarps) * WeightRing<WeightStream>::kBytes;
+  constexpr auto kKernel = expert_decode_kernel<GATE_UP, WeightStream, LORA>;
   check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of the expert product");
-  const int64_t items = int64_t{max_active} * ((p.row_tiles + RT - 1) / RT);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, int64_t{state.num_sms} * kDecodeBlocksPerSm));
-  launch_dependent(kKernel, dim3(grid), kExpertThreads, kSharedBytes, state, p);
+  const int tile_groups = (p.row_tiles + WeightStream::kRowTiles - 1) / WeightStream::kRowTiles;
+  // One item a block before two: with few items all SMs read.
+  const auto grid = static_cast<unsigned>(
+      std::min<int64_t>(int64_t{max_active} * tile_groups, int64_t{state.num_sms} * WeightStream::kBlocksPerSm));
+  launch_dependent(kKernel, dim3(grid), 32 * WeightStream::kWarps, kSharedBytes, state, p,
+                   Divider(static_cast<uint32_t>(tile_groups)));
 }
-template <bool GATE_UP, class Source, int RT, int STAGES>
+template <bool GATE_UP, class WeightStream>
 void launch_expert_decode(const ExpertGemm& p, int max_active, const CudaStream& state) {
   if (p.lora.row_slot != nullptr) {
-    launch_expert_decode_of<GATE_UP, Source, RT, STAGES, true>(p, max_active, state);
+    launch_expert_decode_of<GATE_UP, WeightStream, true>(p, max_active, state);
   } else {
-    launch_expert_decode_of<GATE_UP, Source, RT, STAGES, false>(p, max_active, state);
+    launch_expert_decode_of<GATE_UP, WeightStream, false>(p, max_active, state);
   }
 }
 

@@ -12,8 +12,8 @@
 
 namespace moelora {
 
-// Work items an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
-constexpr int kMinItemsPerSm = 8;
+// Row tiles an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
+constexpr int kMinRowTilesPerSm = 24;
 
 inline bool aligned16(const Rows& rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
@@ -103,13 +103,13 @@ void launch_expert_gemm(const ExpertGemm& p, ExpertPath path, int64_t num_pairs,
     launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
   }
   if constexpr (TILES) {
-    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
+    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinRowTilesPerSm} * state.num_sms;
     if (two) {
-      return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
+      return launch_expert_decode<GATE_UP, TilesStream<GATE_UP, 2>>(p, max_active, state);
     }
-    return launch_expert_decode<GATE_UP, Source, 1, 6>(p, max_active, state);
+    return launch_expert_decode<GATE_UP, TilesStream<GATE_UP, 1>>(p, max_active, state);
   } else {
-    return launch_expert_decode<GATE_UP, Source, 1, 4>(p, max_active, state);
+    return launch_expert_decode<GATE_UP, RowsStream<GATE_UP>>(p, max_active, state);
   }
 }
 
