@@ -28,6 +28,13 @@ __device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
                : "memory");
   return value;
 }
+// Start on the way of an address's line into the L1 or L2.
+__device__ __forceinline__ void prefetch_l1(const void* from) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
+}
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
 // 4 bytes, through the L1.
 __device__ __forceinline__ void async_copy4(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

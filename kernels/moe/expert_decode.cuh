@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert: a stream of weights with a little arithmetic beside it. The grid stays on
-// the device and walks the work: (active expert, RT neighbouring row tiles, up to 16 of its tokens). The 8 warps of a
-// block cut the inputs into contiguous ranges of blocks of 64. Each warp runs its own ring of STAGES such blocks in
-// shared memory, filled by asynchronous copies that run ahead across work items, so that loads are in flight while
-// others sum up, and no register waits for memory; a lane reads what it copied, in fragment order, without a barrier.
-// Token chunks come from L1 or L2. Partial sums meet in shared memory and are added in the order of the warps: a
+// the device and walks the work: (active expert, one or two neighbouring row tiles, up to 16 of its tokens). The warps
+// of a unit cut the inputs of an item into contiguous ranges. Each warp runs its own ring of blocks of 64 inputs in
+// shared memory (kernels/moe/expert_stream.cuh), filled by asynchronous copies that run ahead across work items, so
+// that loads are in flight while others sum up, and no register waits for memory. Token chunks come from L1: the units
+// of an SM work on neighbouring items. Partial sums meet in shared memory and are added in the order of the warps: a
 // token's bits depend on its own row, k and its adapter alone.
-// With LoRA the deltas are computed beside the first items (kernels/moe/expert_expand.cuh) and added at an item's end.
-// Tried for LoRA: an expand by mma in the finishing warp, adapter by adapter (64 rows of Qwen3-30B-A3B's shape, 8
-// adapters: gate_up 656 us, 200 without adapters); one, then two warps of deltas beside the stream, look-ups three
+// With LoRA the deltas are computed before the first items' end (kernels/moe/expert_expand.cuh) and added at an item's
+// end.
+// MXFP4 is limited by issuing instructions: 80 of them a row tile and block for 9 to 16 tokens, 57 of which expand and
+// multiply; 16 to 24 warps an SM, by registers.
+// Tried: items of 8 warps and one block of MXFP4 weights a step, two blocks an SM (156 instructions a row tile and
+// block, a third of them of items as such; tokens from L2, more bytes than the weights; gpt-oss shape, 64 rows: 134 us
+// of gate_up). For LoRA: an expand by mma in the finishing warp, adapter by adapter (64 rows of Qwen3-30B-A3B's shape,
+// 8 adapters: gate_up 656 us, 200 without adapters); one, then two warps of deltas beside the stream, look-ups three
 // items ahead and B prefetched (gpt-oss shape: 347 and 288 us, 120 without); a launch of its own (200 us).
 #pragma once
 
@@ -38,6 +43,13 @@ struct Divider {
   }
 };
 
+// What is known when the kernel is launched.
+struct ExpertShares {
+  Divider tile_groups;  // items of an expert
+  Divider units;        // of the grid; a unit is the warps that share an item
+  int units_of_block;
+};
+
 // A work item: kRowTiles row tiles of one expert times all of its tokens, kDecodeTokens at a time.
 struct ExpertWork {
   int expert;
@@ -46,94 +58,100 @@ struct ExpertWork {
   int end;   // end of the expert's pairs
 };
 
-// What a warp needs again after the products, in shared memory meanwhile: registers are what limits the warps an SM.
-struct ExpertProgress {
-  ExpertWork work;
-  int round;
-  int turn;
-
-  __device__ __forceinline__ void keep(ExpertProgress& shared) const {
-    __syncwarp();  // what was there before was read
-    if (lane_index() == 0) {
-      shared = *this;
-    }
-    __syncwarp();
-  }
-};
-
 // Items are ordered by expert, then by row tiles. A unit (the warps that share an item) takes one item a round: in full
 // rounds the units of a block neighbouring ones, which use the same tokens; in the last round they are spread over all
 // blocks.
-template <class WeightStream>
 struct ExpertWalk {
-  static constexpr int kUnits = WeightStream::kWarps / WeightStream::kItemWarps;
   int items;
   int units;
   int full;       // items of full rounds
   int neighbour;  // this unit's place in full rounds
   int spread;     // and in the last one
 
-  __device__ __forceinline__ ExpertWalk(const ExpertGemm& p, const Divider& tile_groups, int unit)
-      : items(__ldg(p.order.num_active) * static_cast<int>(tile_groups.divisor)),
-        units(static_cast<int>(gridDim.x) * kUnits),
-        full(items - items % units),
-        neighbour(static_cast<int>(blockIdx.x) * kUnits + unit),
+  ExpertWalk() = default;
+  __device__ __forceinline__ ExpertWalk(const ExpertGemm& p, const ExpertShares& shares, int unit)
+      : items(__ldg(p.order.num_active) * static_cast<int>(shares.tile_groups.divisor)),
+        units(static_cast<int>(shares.units.divisor)),
+        full(shares.units.quotient(items) * units),
+        neighbour(static_cast<int>(blockIdx.x) * shares.units_of_block + unit),
         spread(unit * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) {}
   // This unit's item of the round that begins with item `round`.
   [[nodiscard]] __device__ __forceinline__ int item(int round) const {
     return round + (round < full ? neighbour : spread);
   }
   [[nodiscard]] __device__ __forceinline__ bool there(int round) const { return item(round) < items; }
-  [[nodiscard]] __device__ __forceinline__ ExpertWork work(const ExpertGemm& p, const Divider& tile_groups,
-                                                           int round) const {
-    const int at = item(round);
-    const int active = tile_groups.quotient(at);
-    const int expert = __ldg(p.order.active_experts + active);
-    return {expert, (at - active * static_cast<int>(tile_groups.divisor)) * WeightStream::kRowTiles,
-            __ldg(p.order.expert_begin + expert), __ldg(p.order.expert_begin + expert + 1)};
-  }
 };
 
-// A warp's share of k in groups of blocks, and its ring. Copies refill a block's place as soon as it was read, with the
-// block that many groups further on, across work items. Every refill closes one group of copies, so that groups count
-// blocks.
+template <class WeightStream>
+__device__ __forceinline__ ExpertWork work_of(const ExpertGemm& p, const Divider& tile_groups, int item) {
+  const int active = tile_groups.quotient(item);
+  const int expert = __ldg(p.order.active_experts + active);
+  return {expert, (item - active * static_cast<int>(tile_groups.divisor)) * WeightStream::kRowTiles,
+          __ldg(p.order.expert_begin + expert), __ldg(p.order.expert_begin + expert + 1)};
+}
+
+// What a warp needs once an item or pass, in shared memory: registers are what limits the warps an SM.
+struct WarpState {
+  ExpertWalk walk;
+  int begin;  // this warp's share of k: first group of blocks
+  int count;  // and how many
+  // The item that copies have come to.
+  struct Copies {
+    int round;
+    int passes;  // over it that are still to come after this one
+  } copies;
+  // That of the products.
+  struct Products {
+    ExpertWork work;
+    int round;
+    int turn;  // number of the pass
+  } products;
+};
+template <class T>
+__device__ __forceinline__ void keep(T& shared, const T& value) {
+  __syncwarp();  // what was there before was read
+  if (lane_index() == 0) {
+    shared = value;
+  }
+  __syncwarp();
+}
+
+// A warp's ring. Copies refill a block's place as soon as it was read, with the block that many groups further on,
+// across work items. Every refill closes one group of copies, so that groups count blocks.
 template <class WeightStream>
 struct WeightRing {
   static constexpr int kBytes = WeightStream::kStages * WeightStream::kStageBytes;
   static constexpr int kDepth = WeightStream::kStages * WeightStream::kGroup;
   using Place = typename WeightStream::Place;
   Place first;
-  Place stage;      // read and refilled next
-  int begin;        // first group
-  int count;        // of groups
-  int last_blocks;  // of the last one
-  // Of the copies:
-  WeightStream stream;
-  int round;
-  int passes;  // over the item that are still to come after this one
-  int left;    // groups of this pass, 0 = no more items
+  Place stage;          // read and refilled next
+  int last_blocks;      // of the last group
+  WeightStream stream;  // of the copies
+  int left;             // groups of their pass, 0 = no more items
 
   // The first pass over the item of `round`, or the end.
-  __device__ __forceinline__ void enter(const ExpertGemm& p, const Divider& tile_groups,
-                                        const ExpertWalk<WeightStream>& walk) {
+  __device__ __forceinline__ void enter(const ExpertGemm& p, const Divider& tile_groups, WarpState& state, int round) {
     left = 0;
-    if (count > 0 && walk.there(round)) {
-      const ExpertWork work = walk.work(p, tile_groups, round);
-      passes = (work.end - work.pair - 1) / kDecodeTokens;
-      stream.locate(p, work.expert, work.tile, begin);
-      left = count;
+    if (state.count > 0 && state.walk.there(round)) {
+      const ExpertWork work = work_of<WeightStream>(p, tile_groups, state.walk.item(round));
+      keep(state.copies, {round, (work.end - work.pair - 1) / kDecodeTokens});
+      stream.locate(p, work.expert, work.tile, state.begin);
+      left = state.count;
     }
+  }
+  // Blocks of the group that `groups` groups, itself included, are left of.
+  [[nodiscard]] __device__ __forceinline__ int blocks(int groups) const {
+    return WeightStream::kGroup == 1 || groups > 1 ? WeightStream::kGroup : last_blocks;
   }
   // Refills block q of the stage.
   __device__ __forceinline__ void refill(int q) const {
-    if (q < (left > 1 ? WeightStream::kGroup : left * last_blocks)) {
+    if (left > 0 && q < blocks(left)) {
       stream.copy(stage, q);
     }
     async_commit();
   }
   // After the last block of a stage.
-  __device__ __forceinline__ void next_stage(const ExpertGemm& p, const Divider& tile_groups,
-                                             const ExpertWalk<WeightStream>& walk) {
+  __device__ __forceinline__ void next_stage(const ExpertGemm& p, const Divider& tile_groups, WarpState& state) {
     if constexpr (WeightStream::kStages > 1) {
       stage = stage == first + (kBytes - WeightStream::kStageBytes) ? first : stage + WeightStream::kStageBytes;
     }
@@ -141,13 +159,13 @@ struct WeightRing {
       --left;
       stream.advance();
     } else if (left == 1) {
-      if (passes > 0) {
-        --passes;
-        stream.rewind(count - 1);
-        left = count;
+      const WarpState::Copies copies = state.copies;
+      if (copies.passes > 0) {
+        keep(state.copies, {copies.round, copies.passes - 1});
+        left = state.count;
+        stream.rewind(left - 1);
       } else {
-        round += walk.units;
-        enter(p, tile_groups, walk);
+        enter(p, tile_groups, state, copies.round + state.walk.units);
       }
     }
   }
@@ -212,15 +230,17 @@ __device__ __forceinline__ void multiply_block(float (&acc)[WeightStream::kRowTi
 // past the last one repeat it: their weights are zeros.
 template <int NT, class WeightStream>
 __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2][4], const ExpertGemm& p,
-                                         const Divider& tile_groups, const ExpertWalk<WeightStream>& walk,
-                                         WeightRing<WeightStream>& ring, const uint4* (&token)[2]) {
+                                         const Divider& tile_groups, WarpState& state, WeightRing<WeightStream>& ring,
+                                         const uint4* (&token)[2]) {
   constexpr int kGroup = WeightStream::kGroup;
   constexpr int kUnroll = kGroup == 1 ? 2 : 1;
-  const bool whole = 64 * kGroup * (ring.begin + ring.count) <= p.k;  // the last group, too
-  int last = p.k / 8 - 1 - lane_index() % 4 - 8 * kGroup * ring.begin;
+  const int begin = state.begin;
+  const int count = state.count;
+  const bool whole = 64 * kGroup * (begin + count) <= p.k;  // the last group, too
+  int last = p.k / 8 - 1 - lane_index() % 4 - 8 * kGroup * begin;
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
-    token[j] += 8 * kGroup * ring.begin;
+    token[j] += 8 * kGroup * begin;
   }
   uint4 x[WeightStream::kChunksAhead][NT];
 #pragma unroll
@@ -228,10 +248,10 @@ __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2
     load_chunk<NT>(x[c], token, min(4 * c, last));
   }
 #pragma unroll kUnroll
-  for (int left = ring.count; left > 0; --left) {
+  for (int left = count; left > 0; --left) {
     typename WeightStream::Shared shared;
-    const int blocks = left > 1 ? kGroup : ring.last_blocks;
-    if (left > 1 || whole) {
+    const int blocks = ring.blocks(left);
+    if (kGroup > 1 && (left > 1 || whole)) {
 #pragma unroll
       for (int q = 0; q < kGroup; ++q) {
         if (q >= blocks) {
@@ -249,7 +269,7 @@ __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2
         }
       }
     }
-    ring.next_stage(p, tile_groups, walk);
+    ring.next_stage(p, tile_groups, state);
     last -= 8 * kGroup;
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
@@ -277,10 +297,8 @@ __device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertW
 // Sums of a unit's warps over the inputs: [warp][row tile][group][lane].
 template <class WeightStream>
 struct PartialSums {
-  // Two in turn, where there is room, save a barrier.
-  static constexpr int kBuffers = WeightStream::kRowTiles == 1 ? 2 : 1;
-  static constexpr int kBytesOfBlock =
-      kBuffers * WeightStream::kWarps * WeightStream::kRowTiles * 2 * 32 * static_cast<int>(sizeof(float4));
+  static constexpr int kBuffers =
+      WeightStream::kRowTiles == 1 ? 2 : 1;  // two in turn, where there is room: one barrier
   float4 at[WeightStream::kItemWarps][WeightStream::kRowTiles][2][32];
 };
 
@@ -304,6 +322,22 @@ __device__ __forceinline__ void add_deltas(float (&sum)[4], const ExpertGemm& p,
     if (p.lora.adapted[high] != 0 && n_high < p.rows) {
       sum[2 + i] += p.lora.delta[high * p.rows + n_high];
     }
+  }
+}
+
+// So that the bias is near when the role is finished.
+template <bool GATE_UP>
+__device__ __forceinline__ void prefetch_bias(const ExpertGemm& p, const ExpertWork& work, const ExpertRole& role) {
+  const int n = (GATE_UP ? 8 : 16) * (work.tile + role.i) + lane_index() / 4;
+  if (!role.active || n >= p.rows) {
+    return;
+  }
+  const int64_t at = int64_t{work.expert} * p.rows + n;
+  if (p.low_bias != nullptr) {
+    prefetch_l2(p.low_bias + at);
+  }
+  if (GATE_UP && p.high_bias != nullptr) {
+    prefetch_l2(p.high_bias + at);
   }
 }
 
@@ -338,16 +372,13 @@ __device__ __forceinline__ void sync_unit() {
 // One pass: the products of this warp's share of k, and what it finishes of the sums.
 template <bool GATE_UP, class WeightStream, bool LORA>
 __device__ __forceinline__ void run_pass(PartialSums<WeightStream>* partial, const ExpertGemm& p,
-                                         const Divider& tile_groups, const ExpertWalk<WeightStream>& walk,
-                                         WeightRing<WeightStream>& ring, const ExpertProgress& progress) {
-  constexpr int kItemWarps = WeightStream::kItemWarps;
+                                         const Divider& tile_groups, WarpState& state, WeightRing<WeightStream>& ring) {
   constexpr int kBuffers = PartialSums<WeightStream>::kBuffers;
-  const int warp = warp_index() % kItemWarps;
-  const uint4* token[2];
-  bool both;
+  float acc[WeightStream::kRowTiles][2][4] = {};
   {
-    const ExpertWork work = progress.work;
-    both = work.pair + 8 < work.end;
+    const auto [work, round, turn] = state.products;
+    prefetch_bias<GATE_UP>(p, work, role_of<WeightStream>(p, work, warp_index() % WeightStream::kItemWarps, turn));
+    const uint4* token[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       // Where there is no token, the first one stands in: what that gives reaches its own column alone, and nobody
@@ -355,15 +386,14 @@ __device__ __forceinline__ void run_pass(PartialSums<WeightStream>* partial, con
       const int pair = work.pair + 8 * j + lane_index() / 4;
       token[j] = token_row(p, pair < work.end ? pair : work.pair) + lane_index() % 4;
     }
+    if (work.pair + 8 < work.end) {
+      multiply<2>(acc, p, tile_groups, state, ring, token);
+    } else {
+      multiply<1>(acc, p, tile_groups, state, ring, token);
+    }
   }
-  float acc[WeightStream::kRowTiles][2][4] = {};
-  if (both) {
-    multiply<2>(acc, p, tile_groups, walk, ring, token);
-  } else {
-    multiply<1>(acc, p, tile_groups, walk, ring, token);
-  }
-  const ExpertWork work = progress.work;
-  const int turn = progress.turn;
+  const auto [work, round, turn] = state.products;
+  const int warp = warp_index() % WeightStream::kItemWarps;
   PartialSums<WeightStream>& sums = partial[turn % kBuffers];
   if (kBuffers == 1) {
     sync_unit<WeightStream>();  // the sums of the pass before were read
@@ -387,50 +417,61 @@ __device__ __forceinline__ void run_pass(PartialSums<WeightStream>* partial, con
   }
 }
 
+// Bytes of shared memory of a unit: its sums and its warps' rings.
+template <class WeightStream>
+constexpr int kUnitBytes = PartialSums<WeightStream>::kBuffers * static_cast<int>(sizeof(PartialSums<WeightStream>)) +
+                           WeightStream::kItemWarps * WeightRing<WeightStream>::kBytes;
+
 template <bool GATE_UP, class WeightStream, bool LORA>
 __global__ void __launch_bounds__(32 * WeightStream::kWarps, WeightStream::kBlocksPerSm)
-    expert_decode_kernel(const __grid_constant__ ExpertGemm p, const __grid_constant__ Divider tile_groups) {
+    expert_decode_kernel(const __grid_constant__ ExpertGemm p, const __grid_constant__ ExpertShares shares) {
+  const Divider& tile_groups = shares.tile_groups;
+  constexpr int kItemWarps = WeightStream::kItemWarps;
   using Ring = WeightRing<WeightStream>;
   using Sums = PartialSums<WeightStream>;
-  __shared__ ExpertProgress progress[WeightStream::kWarps];
-  extern __shared__ uint4 dynamic_shared[];  // the units' sums, then the warps' rings
+  __shared__ WarpState states[WeightStream::kWarps];
+  extern __shared__ uint4 dynamic_shared[];
+  WeightStream::prefetch_pointers(p);  // what the host wrote can be read at any time
   if (!LORA) {
     wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
   }
   let_next_start();
-  const int unit = warp_index() / WeightStream::kItemWarps;
-  const int warp = warp_index() % WeightStream::kItemWarps;
-  const ExpertWalk<WeightStream> walk(p, tile_groups, unit);
+  // Look-ups one after the other find these near.
+  for_lines(p.order.active_experts, p.num_experts, prefetch_l1);
+  for_lines(p.order.expert_begin, p.num_experts + 1, prefetch_l1);
+  const int unit = warp_index() / kItemWarps;
+  const int warp = warp_index() % kItemWarps;
   const int k_groups = (p.k_blocks + WeightStream::kGroup - 1) / WeightStream::kGroup;
-  auto* const partial = reinterpret_cast<Sums*>(dynamic_shared) + unit * Sums::kBuffers;
+  const int begin = k_groups * warp / kItemWarps;
+  const int end = k_groups * (warp + 1) / kItemWarps;
+  WarpState& state = states[warp_index()];
+  keep(state, {ExpertWalk(p, shares, unit), begin, end - begin, {}, {}});
+  std::byte* const unit_memory = reinterpret_cast<std::byte*>(dynamic_shared) + unit * kUnitBytes<WeightStream>;
+  auto* const partial = reinterpret_cast<Sums*>(unit_memory);
   Ring ring;
-  ring.first = WeightStream::place(reinterpret_cast<std::byte*>(dynamic_shared) + Sums::kBytesOfBlock +
-                                   warp_index() * Ring::kBytes);
+  ring.first = WeightStream::place(unit_memory + Sums::kBuffers * sizeof(Sums) + warp * Ring::kBytes);
   ring.stage = ring.first;
-  ring.begin = k_groups * warp / WeightStream::kItemWarps;
-  ring.count = k_groups * (warp + 1) / WeightStream::kItemWarps - ring.begin;
-  ring.last_blocks = min(WeightStream::kGroup, p.k_blocks - (ring.begin + ring.count - 1) * WeightStream::kGroup);
-  ring.round = 0;
-  ring.enter(p, tile_groups, walk);
+  ring.last_blocks = min(WeightStream::kGroup, p.k_blocks - (end - 1) * WeightStream::kGroup);
+  ring.enter(p, tile_groups, state, 0);
 #pragma unroll 1
   for (int s = 0; s < WeightStream::kStages; ++s) {
 #pragma unroll
     for (int q = 0; q < WeightStream::kGroup; ++q) {
       ring.refill(q);
     }
-    ring.next_stage(p, tile_groups, walk);
+    ring.next_stage(p, tile_groups, state);
   }
-  ExpertProgress now{};
-  while (walk.there(now.round)) {
-    now.work = walk.work(p, tile_groups, now.round);
+  WarpState::Products now{};
+  while (state.walk.there(now.round)) {
+    now.work = work_of<WeightStream>(p, tile_groups, state.walk.item(now.round));
     while (now.work.pair < now.work.end) {
-      now.keep(progress[warp_index()]);
-      run_pass<GATE_UP, WeightStream, LORA>(partial, p, tile_groups, walk, ring, progress[warp_index()]);
-      now = progress[warp_index()];
+      keep(state.products, now);
+      run_pass<GATE_UP, WeightStream, LORA>(partial, p, tile_groups, state, ring);
+      now = state.products;
       now.work.pair += kDecodeTokens;
       ++now.turn;
     }
-    now.round += walk.units;
+    now.round += state.walk.units;
   }
   if (LORA) {
     wait_for_previous();  // also in a block without an item: its end must mean that all before it has ended
@@ -438,19 +479,33 @@ __global__ void __launch_bounds__(32 * WeightStream::kWarps, WeightStream::kBloc
   async_wait<0>();
 }
 
+// Units of a block: as many as a stream wants and this GPU's shared memory holds.
+template <class WeightStream>
+int decode_units() {
+  int device = 0;
+  int bytes = 0;
+  check_cuda(cudaGetDevice(&device), "device of the expert product");
+  check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+             "shared memory of the device");
+  bytes -= WeightStream::kWarps * static_cast<int>(sizeof(WarpState));
+  return std::min(WeightStream::kWarps / WeightStream::kItemWarps, bytes / kUnitBytes<WeightStream>);
+}
+
 template <bool GATE_UP, class WeightStream, bool LORA>
 void launch_expert_decode_of(const ExpertGemm& p, int max_active, const CudaStream& state) {
-  constexpr size_t kSharedBytes = PartialSums<WeightStream>::kBytesOfBlock +
-                                  static_cast<size_t>(WeightStream::kWarps) * WeightRing<WeightStream>::kBytes;
   constexpr auto kKernel = expert_decode_kernel<GATE_UP, WeightStream, LORA>;
-  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+  const int units = decode_units<WeightStream>();
+  const int shared_bytes = units * kUnitBytes<WeightStream>;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "shared memory of the expert product");
   const int tile_groups = (p.row_tiles + WeightStream::kRowTiles - 1) / WeightStream::kRowTiles;
-  // One item a block before two: with few items all SMs read.
+  // With few items all SMs have some before one has two.
   const auto grid = static_cast<unsigned>(
       std::min<int64_t>(int64_t{max_active} * tile_groups, int64_t{state.num_sms} * WeightStream::kBlocksPerSm));
-  launch_dependent(kKernel, dim3(grid), 32 * WeightStream::kWarps, kSharedBytes, state, p,
-                   Divider(static_cast<uint32_t>(tile_groups)));
+  const ExpertShares shares{Divider(static_cast<uint32_t>(tile_groups)), Divider(grid * static_cast<unsigned>(units)),
+                            units};
+  launch_dependent(kKernel, dim3(grid), static_cast<unsigned>(32 * WeightStream::kItemWarps * units),
+                   static_cast<size_t>(shared_bytes), state, p, shares);
 }
 template <bool GATE_UP, class WeightStream>
 void launch_expert_decode(const ExpertGemm& p, int max_active, const CudaStream& state) {

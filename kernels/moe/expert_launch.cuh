@@ -40,6 +40,7 @@ void begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& x, bool x_by
   p.rows = low.rows;
   p.k = low.cols;
   p.k_blocks = (low.cols + 63) / 64;
+  p.num_experts = args.num_experts;
   p.x = static_cast<const __nv_bfloat16*>(x.data);
   p.x_stride = x.stride;
   p.x_by_pair = x_by_pair;

@@ -11,6 +11,16 @@
 
 namespace moelora {
 
+// For each 128-byte line of a table of `entries`: prefetch(its address), by the threads of the block.
+template <class T, class Prefetch>
+__device__ __forceinline__ void for_lines(const T* table, int entries, const Prefetch& prefetch) {
+  constexpr int kEntries = 128 / static_cast<int>(sizeof(T));
+  for (int first = static_cast<int>(threadIdx.x) * kEntries; first < entries;
+       first += static_cast<int>(blockDim.x) * kEntries) {
+    prefetch(table + first);
+  }
+}
+
 template <bool GATE_UP>
 struct RowsStream {
   using Source = RowsSource<GATE_UP>;
@@ -27,6 +37,10 @@ struct RowsStream {
   struct Shared {};
   using Block = typename Source::Block;
 
+  static __device__ __forceinline__ void prefetch_pointers(const ExpertGemm& p) {
+    for_lines(p.low, p.num_experts, prefetch_l2);
+    for_lines(p.high, p.num_experts, prefetch_l2);
+  }
   __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile, int group) {
     source_.locate(p, expert, tile);
     b_ = group;
@@ -69,16 +83,20 @@ struct TilesStream {
     uint4 data[RT];
   };
 
+  static __device__ __forceinline__ void prefetch_pointers(const ExpertGemm& p) {
+    for_lines(p.low, p.num_experts, prefetch_l2);
+    for_lines(p.scales, p.num_experts, prefetch_l2);
+  }
   __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile, int group) {
     const Mxfp4TileShape shape{p.row_tiles, p.k_blocks};
     const auto* data = static_cast<const std::byte*>(p.low[expert]) + 16 * lane_index();
 #pragma unroll
     for (int i = 0; i < RT; ++i) {
-      const int64_t block = int64_t{min(tile + i, p.row_tiles - 1)} * shape.k_blocks + group * kGroup;
+      const int64_t block = int64_t{(min(tile + i + 1, p.row_tiles) - 1)} * shape.k_blocks + group * kGroup;
       data_[i] = data + block * kMxfp4TileBytes;
     }
     // Lane 8i + j copies piece j of the scales of row tile i.
-    const int64_t scales = int64_t{min(tile + lane_index() / 8, p.row_tiles - 1)} * shape.scale_groups() + group;
+    const int64_t scales = int64_t{(min(tile + lane_index() / 8 + 1, p.row_tiles) - 1)} * shape.scale_groups() + group;
     scales_ =
         reinterpret_cast<const std::byte*>(p.scales[expert]) + scales * kMxfp4ScaleGroupBytes + 16 * (lane_index() % 8);
   }
