@@ -61,6 +61,20 @@ TEST_CASE("moe_down_cuda equals the formula with and without adapters") {
   }
 }
 
+// As in moe_gate_up_test_cuda.
+TEST_CASE("moe_down_cuda of MXFP4 tiles in wide layers") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const MoeShape& shape : {MoeShape{24, 2, 8, 6408, 320}, MoeShape{70, 2, 8, 6408, 96}}) {
+    DeviceMoe moe(shape, Store::kTiles, true, 895);
+    check(moe);
+    moe.set_adapters(all_kinds(moe), 895);
+    moe.use(slots_modulo(shape.rows, 5), moe.draw.floats(static_cast<size_t>(shape.rows)));
+    check(moe);
+  }
+}
+
 TEST_CASE("moe_down_cuda of MXFP4 scales at both ends of their range") {
   if (gpu() == nullptr) {
     return;

@@ -87,6 +87,18 @@ TEST_CASE("moe_gate_up_cuda of MXFP4 tiles whose last blocks are not full") {
   check_formula({40, 2, 3, 32, 8}, Store::kTiles, 203);
 }
 
+// Many row tiles an SM: the streaming kernel takes two of them at a time. An odd number of tiles; one pass over the
+// tokens and several; inputs of several groups of blocks, the last of them full or not.
+TEST_CASE("moe_gate_up_cuda of MXFP4 tiles in wide layers") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  check_formula({24, 2, 8, 320, 3208}, Store::kTiles, 210);
+  check_formula({70, 2, 8, 96, 3208}, Store::kTiles, 211);
+  check_formula({9, 4, 8, 544, 3208}, Store::kTiles, 212);
+  check_adapters({24, 2, 8, 160, 3208}, Store::kTiles, 213);
+}
+
 TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in one batch") {
   if (gpu() == nullptr) {
     return;
