@@ -51,6 +51,8 @@ class Device {
   [[nodiscard]] virtual DeviceInfo info() const = 0;
   // True where ops read host memory: weights may stay in the mapped checkpoint.
   [[nodiscard]] virtual bool is_host() const = 0;
+  // True where ops may still run when they return, so that the host has time beside a step.
+  [[nodiscard]] virtual bool is_asynchronous() const { return !is_host(); }
   // Type of activations between ops; the residual stream, q, k, v and logits are fp32 everywhere.
   [[nodiscard]] virtual Dtype activation_dtype() const = 0;
   // Queue of ops; `num_threads` and `scratch_bytes` (a worker) are for the CPU.

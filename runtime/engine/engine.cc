@@ -23,7 +23,10 @@ bool Engine::Parts::step() {
   if (!batch_.entries.empty()) {
     stage();    // the batch as flat arrays; adapters placed by schedule are copied into their pages
     forward();  // layers; logits of the wanted rows
-    sample();   // one token for each sampled row
+    if (device->is_asynchronous()) {
+      emit();  // what the step before gave, while this one runs
+    }
+    sample();  // one token for each sampled row
   }
   const double end = now_ms();
   {
@@ -36,12 +39,14 @@ bool Engine::Parts::step() {
       audit_step();
     }
   }
-  emit();  // tokens and ends to their readers
+  // Tokens and ends to their readers, unless the next step will start first.
+  if (batch_.entries.empty() || !device->is_asynchronous() || scheduler->running().empty()) {
+    emit();
+  }
   return !batch_.entries.empty();
 }
 
 void Engine::Parts::admit(double now) {
-  num_emissions_ = 0;
   if (collect_adapters) {
     adapters->collect();
   }
@@ -69,10 +74,6 @@ void Engine::Parts::stage() {
     if (sequence.started_ms == 0) {
       sequence.started_ms = now_ms();
     }
-    if (!sequence.token_state_ready) {
-      step_input->start_sequence(sequence);
-    }
-    sequence.token_state_ready = true;
   }
   step_input->stage(batch_, *pool, *adapters);
   step_input->push(*stream);
@@ -89,6 +90,7 @@ void Engine::Parts::forward() {
 }
 
 void Engine::Parts::sample() {
+  step_input->stage_sampling();
   SampleTokensArgs args;
   args.logits = workspace->logits;
   args.num_rows = step_input->num_sampled();
@@ -155,6 +157,10 @@ void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, doub
 
 void Engine::Parts::emit() {
   finish_prefetches();
+  deliver();
+}
+
+void Engine::Parts::deliver() {
   for (size_t i = 0; i < num_emissions_; ++i) {
     Emission& emission = emissions_[i];
     TokenStream& out = *emission.submission->stream;

@@ -11,8 +11,7 @@ void Engine::Parts::end_by_host(double now) {
   const auto overdue = [&](const Sequence& sequence) {
     const Submission& submission = *sequence.submission;
     return submission.cancelled.load() || (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
-           (options.overrun == "fail" &&
-            submission.stream->unread() >= static_cast<size_t>(options.output_buffer_tokens));
+           (options.overrun == "fail" && sequence.num_unread() >= static_cast<size_t>(options.output_buffer_tokens));
   };
   for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
     for (size_t i = 0; i < list->size();) {
@@ -99,12 +98,13 @@ void Engine::Parts::keep_captured_rows() {
   }
 }
 
+// Nothing here calls the device, which may be what failed.
 void Engine::Parts::fail(Status status, const std::string& message) {
+  deliver();  // what was decided before
   {
     const std::lock_guard<std::mutex> lock(mutex);
     failure = status;
     failure_message = message;
-    num_emissions_ = 0;
     const double now = now_ms();
     for (std::shared_ptr<Sequence>& sequence : inbox) {
       scheduler->add(std::move(sequence));
@@ -118,9 +118,15 @@ void Engine::Parts::fail(Status status, const std::string& message) {
         end_sequence(*list->back(), FinishReason::kError, status, message, now);
       }
     }
+    for (const Prefetch& prefetch : prefetches) {
+      if (prefetch.queue != nullptr) {
+        prefetch.queue->push({EventKind::kAdapterReady, status, prefetch.handle, prefetch.tag});
+      }
+    }
+    prefetches.clear();
     probes_done = probes_wanted;
   }
-  emit();
+  deliver();
 }
 
 // Prefetched adapters are acquired like those of a request and released at once: resident, idle, most recently used.

@@ -112,6 +112,9 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   };
   config = load_model_config(model_dir);
   open_device();
+  if (options.wrap_device) {
+    device = options.wrap_device(std::move(device));
+  }
   report(0.05);
   stream = device->create_stream(
       options.num_threads > 0 ? static_cast<int32_t>(options.num_threads) : host_resources().num_cores,

@@ -31,7 +31,8 @@ struct Prefetch {
   bool impossible = false;  // every slot is pinned
 };
 
-// A token or an end that commit decided and emit hands out, without the lock.
+// A token or an end that commit or admit decided and emit hands out, without the lock. On a device that works beside
+// the host, those of a step go out once the next one is on its way.
 struct Emission {
   std::shared_ptr<Submission> submission;
   int32_t sampled_index = -1;  // index into outputs; -1 = no token
@@ -95,6 +96,7 @@ class Engine::Parts {
   void sample();
   void commit(double now);
   void emit();
+  void deliver();
 
   void admit_inbox();
   void end_by_host(double now);

@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "kernels/base/device.h"
 #include "kernels/base/error.h"
 #include "kernels/base/tensor.h"
 
@@ -56,6 +58,8 @@ struct EngineOptions {
   bool graphs = true;                       // GPU: decode steps as recorded graphs
   int64_t audit = 0;                        // 0 off, 1 at load and close, 2 every step
   std::shared_ptr<LoadProgress> progress;   // not a key; null = nobody watches
+  // Not a key; tests put a device between engine and device.
+  std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap_device;
 };
 
 enum class OptionType : uint8_t { kString, kInt, kNumber, kBool };

@@ -45,7 +45,7 @@ void Scheduler::drop_all_pages() {
 }
 
 bool Scheduler::is_paused(const Sequence& sequence) const {
-  return sequence.submission->stream->unread() >= static_cast<size_t>(limits_.output_buffer_tokens);
+  return sequence.num_unread() >= static_cast<size_t>(limits_.output_buffer_tokens);
 }
 
 int32_t Scheduler::rows_that_fit(const Batch& batch, const Sequence& sequence) const {

@@ -49,6 +49,10 @@ struct Sequence {
   [[nodiscard]] const Request& request() const { return submission->request; }
   [[nodiscard]] int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
   [[nodiscard]] int32_t num_outputs() const { return num_tokens() - num_prompt; }
+  // Output that the reader has not taken, delivered or not.
+  [[nodiscard]] size_t num_unread() const {
+    return static_cast<size_t>(num_outputs()) - submission->stream->num_read();
+  }
   // Tokens that are not in the KV yet: 1 in decode.
   [[nodiscard]] int32_t num_pending() const { return num_tokens() - kv->length; }
 };

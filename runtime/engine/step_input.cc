@@ -25,8 +25,7 @@ bool needs_token_state(const Sampling& sampling) {
 StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry, Device& device)
     : limits_(limits),
       device_(device),
-      num_groups_(geometry.layout.num_groups),
-      block_tokens_(geometry.layout.block_tokens) {
+      tables_(limits.num_sequences_max, limits.num_blocks_max * geometry.layout.num_groups, device) {
   const auto sequences = static_cast<size_t>(limits.num_sequences_max);
   const auto logit_rows = static_cast<size_t>(limits.num_logit_rows_max);
   const size_t longest = std::max({static_cast<size_t>(limits.num_rows_max), sequences + 1, logit_rows, size_t{3}});
@@ -52,10 +51,6 @@ StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry, 
   counts_ = take(lora_.counts);
   MOELORA_ASSERT(next == kNumArrays);
   lora_.rank_stride = limits.lora_rank_max;
-  block_tables_ = std::make_unique<MirrorMemory>(
-      device,
-      sequences * static_cast<size_t>(limits.num_blocks_max) * static_cast<size_t>(num_groups_) * sizeof(int32_t),
-      "block tables");
   entry_order_.reserve(sequences);
   sampled_.reserve(logit_rows);
   sample_rows_.reserve(logit_rows);
@@ -63,7 +58,7 @@ StepInput::StepInput(const StepInputLimits& limits, const KvGeometry& geometry, 
   router_gaps_.resize(device.is_host() ? static_cast<size_t>(limits.num_rows_max) : 0);
   input_.kv.layout = geometry.layout;
   input_.kv.page_bytes = geometry.page_bytes;
-  input_.kv.block_tables = reinterpret_cast<const int32_t*>(block_tables_->device());
+  input_.kv.block_tables = tables_.device();
   input_.kv.max_blocks = limits.num_blocks_max;
   token_states_bytes_ = sequences * static_cast<size_t>(limits.vocab_size) * sizeof(uint16_t);
   void* memory = mmap(nullptr, token_states_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -111,12 +106,10 @@ void StepInput::stage(const Batch& batch, const PagePool& pool, const AdapterCac
   input_.num_sequences = static_cast<int32_t>(batch.entries.size());
   input_.num_logit_rows = 0;
   sampled_.clear();
-  sample_rows_.clear();
   captures_.clear();
   for (const BatchEntry& entry : batch.entries) {
     if (entry.samples) {
       sampled_.push_back(entry.sequence);
-      stage_sampling(*entry.sequence);
     }
   }
   input_.num_logit_rows = num_sampled();
@@ -167,16 +160,7 @@ void StepInput::stage_entry(const BatchEntry& entry, int32_t sequence_index) {
   }
   input_.num_rows += entry.count;
   row_begin_[static_cast<size_t>(sequence_index) + 1] = input_.num_rows;
-  const int32_t blocks = (entry.first + entry.count + block_tokens_ - 1) / block_tokens_;
-  const int32_t width = blocks * num_groups_;
-  int32_t* table = reinterpret_cast<int32_t*>(block_tables_->host()) +
-                   static_cast<int64_t>(sequence_index) * limits_.num_blocks_max * num_groups_;
-  // Most decode steps change no table: comparing is cheaper than copying to a device.
-  if (!std::equal(table, table + width, sequence.kv->pages.data())) {
-    std::copy_n(sequence.kv->pages.data(), width, table);
-    tables_changed_ = sequence_index + 1;
-    table_width_ = std::max(table_width_, width);
-  }
+  tables_.set(sequence_index, sequence.kv->pages);
 }
 
 void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters) {
@@ -225,13 +209,7 @@ void StepInput::push(Stream& stream) {
   const int32_t width =
       std::max({input_.num_rows, input_.num_sequences + 1, input_.num_logit_rows, lora_.num_segments + 1, 3});
   device_.push_rows(arrays_->mirror(), 0, pitch_, static_cast<size_t>(width) * sizeof(int32_t), kNumArrays, stream);
-  if (tables_changed_ > 0) {
-    const size_t pitch =
-        static_cast<size_t>(limits_.num_blocks_max) * static_cast<size_t>(num_groups_) * sizeof(int32_t);
-    device_.push_rows(block_tables_->mirror(), 0, pitch, static_cast<size_t>(table_width_) * sizeof(int32_t),
-                      static_cast<size_t>(tables_changed_), stream);
-  }
-  tables_changed_ = table_width_ = 0;
+  tables_.push(stream);
 }
 
 ForwardInput StepInput::decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
@@ -252,27 +230,33 @@ double StepInput::lora_bytes(int32_t segments) const {
   return num_adapters_ == 0 ? 0.0 : dense_lora_bytes_ + expert_lora_bytes_ / num_adapters_ * segments;
 }
 
-void StepInput::stage_sampling(const Sequence& sequence) {
-  const Sampling& sampling = sequence.request().sampling;
-  SampleRow row;
-  row.temperature = sampling.temperature;
-  row.top_k = sampling.top_k;
-  row.top_p = sampling.top_p;
-  row.min_p = sampling.min_p;
-  row.repetition_penalty = sampling.repetition_penalty;
-  row.presence_penalty = sampling.presence_penalty;
-  row.frequency_penalty = sampling.frequency_penalty;
-  row.num_top_logprobs = sampling.logprobs;
-  row.seed = sequence.result.seed;
-  row.draw_index = static_cast<uint64_t>(sequence.num_outputs());
-  if (needs_token_state(sampling)) {
-    row.token_state = token_state(sequence);
+void StepInput::stage_sampling() {
+  sample_rows_.clear();
+  for (Sequence* sequence : sampled_) {
+    if (!sequence->token_state_ready) {
+      start_sequence(*sequence);
+    }
+    sequence->token_state_ready = true;
+    const Sampling& sampling = sequence->request().sampling;
+    SampleRow& row = sample_rows_.emplace_back();
+    row.temperature = sampling.temperature;
+    row.top_k = sampling.top_k;
+    row.top_p = sampling.top_p;
+    row.min_p = sampling.min_p;
+    row.repetition_penalty = sampling.repetition_penalty;
+    row.presence_penalty = sampling.presence_penalty;
+    row.frequency_penalty = sampling.frequency_penalty;
+    row.num_top_logprobs = sampling.logprobs;
+    row.seed = sequence->result.seed;
+    row.draw_index = static_cast<uint64_t>(sequence->num_outputs());
+    if (needs_token_state(sampling)) {
+      row.token_state = token_state(*sequence);
+    }
+    if (sequence->num_outputs() < sampling.min_tokens) {
+      row.suppressed = sequence->suppressed.data();
+      row.num_suppressed = static_cast<int32_t>(sequence->suppressed.size());
+    }
   }
-  if (sequence.num_outputs() < sampling.min_tokens) {
-    row.suppressed = sequence.suppressed.data();
-    row.num_suppressed = static_cast<int32_t>(sequence.suppressed.size());
-  }
-  sample_rows_.push_back(row);
 }
 
 }  // namespace moelora

@@ -9,6 +9,7 @@
 
 #include "runtime/adapter/adapter_cache.h"
 #include "runtime/engine/batch.h"
+#include "runtime/engine/block_tables.h"
 #include "runtime/model/model.h"
 
 namespace moelora {
@@ -33,6 +34,8 @@ class StepInput {
   void stage(const Batch& batch, const PagePool& pool, const AdapterCache& adapters);
   // Queues the copies of what `stage` wrote; it may not stage again before the stream was synchronised.
   void push(Stream& stream);
+  // What the sampler is told of the sampled sequences: host memory alone, so the step may run meanwhile.
+  void stage_sampling();
   // What forward_input() is after staging `rows` sequences of one new token each, all of them sampled.
   [[nodiscard]] ForwardInput decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
                                           const AdapterCache& adapters);
@@ -50,29 +53,26 @@ class StepInput {
   [[nodiscard]] float router_gap(const CaptureRow& capture) const;
   [[nodiscard]] int32_t num_adapters() const { return num_adapters_; }
 
-  // Token counts of a running sequence for penalties; rebuilt when it starts, kept current by `count_token`.
-  void start_sequence(const Sequence& sequence);
+  // Keeps the token counts for penalties current; stage_sampling builds them when a sequence starts.
   void count_token(const Sequence& sequence, int32_t token);
 
  private:
   void stage_entry(const BatchEntry& entry, int32_t sequence_index);
   void stage_adapters(const Batch& batch, const AdapterCache& adapters);
-  void stage_sampling(const Sequence& sequence);
+  void start_sequence(const Sequence& sequence);
   [[nodiscard]] uint16_t* token_state(const Sequence& sequence);
 
   StepInputLimits limits_;
   Device& device_;
-  int32_t num_groups_, block_tokens_;
   ForwardInput input_;
   LoraBatch lora_;
   // Arrays of a step, equally far apart so that one copy pushes what is used of all of them.
   size_t pitch_ = 0;
-  std::unique_ptr<MirrorMemory> arrays_, block_tables_;
+  std::unique_ptr<MirrorMemory> arrays_;
+  BlockTables tables_;
   int32_t *token_ids_, *positions_, *row_sequence_, *row_begin_, *logit_rows_, *row_slot_, *sorted_rows_;
   int32_t *segment_begin_, *segment_slot_, *counts_;
   float* row_scale_;
-  int32_t tables_changed_ = 0;  // rows of block_tables_ with new entries since the last push: all below this one
-  int32_t table_width_ = 0;     // entries of the longest of them
   double dense_lora_bytes_ = 0, expert_lora_bytes_ = 0;  // of the batch's adapters; mean of one expert's
   std::vector<int32_t> entry_order_;
   std::vector<Sequence*> sampled_;

@@ -2,6 +2,7 @@
 #include "runtime/memory/page_pool.h"
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "kernels/base/error.h"
@@ -78,6 +79,11 @@ void PagePool::audit() const {
   }
 }
 
+uint64_t PageLease::next_epoch() {
+  static std::atomic<uint64_t> last{0};  // leases of several engines are made on several threads
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
 PageLease::PageLease(PagePool& pool, PageUse use, int32_t capacity)
     : pool_(&pool), use_(use), pages_(static_cast<size_t>(capacity)) {}
 
@@ -91,6 +97,7 @@ PageLease& PageLease::operator=(PageLease&& other) noexcept {
     use_ = other.use_;
     pages_ = std::move(other.pages_);
     size_ = std::exchange(other.size_, 0);
+    epoch_ = next_epoch();
   }
   return *this;
 }
@@ -110,6 +117,7 @@ void PageLease::resize_down(int32_t size) {
   }
   pool_->release(pages_.data() + size, size_ - size);
   size_ = size;
+  epoch_ = next_epoch();
 }
 
 void PageLease::share_from(const PageLease& other, int32_t count) {

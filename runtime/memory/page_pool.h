@@ -63,15 +63,19 @@ class PageLease {
   void resize_down(int32_t size);
   // Becomes a second lease on the first `count` pages of `other`; this must be empty.
   void share_from(const PageLease& other, int32_t count);
+  // Of no other lease, and another one once a page has left: while it stays the same, pages are only added at the end.
+  [[nodiscard]] uint64_t epoch() const { return epoch_; }
   [[nodiscard]] const PageId* data() const { return pages_.data(); }
   [[nodiscard]] int32_t size() const { return size_; }
   [[nodiscard]] int32_t capacity() const { return static_cast<int32_t>(pages_.size()); }
 
  private:
+  static uint64_t next_epoch();
   PagePool* pool_ = nullptr;
   PageUse use_ = PageUse::kKv;
   std::vector<PageId> pages_;
   int32_t size_ = 0;
+  uint64_t epoch_ = next_epoch();
 };
 
 }  // namespace moelora

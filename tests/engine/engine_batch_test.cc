@@ -56,7 +56,7 @@ std::shared_ptr<Engine> open(const char* name, int64_t batch_tokens = 512, int64
   options.max_batch_tokens = batch_tokens;
   options.max_num_sequences = 16;
   options.audit = 2;
-  return Engine::create(options, case_dir(name) + "/model");
+  return Engine::create(test_options(options), case_dir(name) + "/model");
 }
 
 }  // namespace
@@ -135,7 +135,7 @@ TEST_CASE("preemption and eviction change nothing in the answers", "[engine]") {
   options.audit = 2;
   // Room for about two of the eight sequences and one adapter.
   options.device_memory_bytes = 40 * roomy->info().page_bytes;
-  const auto tight = Engine::create(options, case_dir("qwen3_moe") + "/model");
+  const auto tight = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
   std::vector<std::vector<Answer>> results;
   for (const auto& engine : {roomy, tight}) {
     random.seed(6);

@@ -11,7 +11,7 @@ namespace {
 std::shared_ptr<Engine> open(EngineOptions options = {}) {
   options.num_threads = 2;
   options.audit = 2;
-  return Engine::create(options, case_dir("qwen3_moe") + "/model");
+  return Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
 }
 
 Request greedy(std::vector<int32_t> prompt, int32_t max_tokens) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -11,8 +12,18 @@
 #include "runtime/engine/engine.h"
 #include "tests/support/catch.h"
 #include "tests/support/golden.h"
+#include "tests/support/test_device.h"
 
 namespace moelora::test {
+
+// With MOELORA_TEST_BESIDE in the environment the engines of these tests take the CPU for a device that works beside
+// the host, as a GPU does.
+inline EngineOptions test_options(EngineOptions options = {}) {
+  if (std::getenv("MOELORA_TEST_BESIDE") != nullptr) {
+    options.wrap_device = TestDevice::wrapper(std::make_shared<TestDevice::Plan>());
+  }
+  return options;
+}
 
 inline std::shared_ptr<Submission> make_submission(const Engine& engine, const Request& request) {
   auto submission = std::make_shared<Submission>();
