@@ -86,7 +86,7 @@ __device__ __forceinline__ void prefetch_unit(const __nv_bfloat16* keys, int ele
   constexpr int LINES = UNIT * MAX_D * 2 / 128;  // of K, as many of V
 #pragma unroll
   for (int line = threadIdx.x % 32; line < 2 * LINES; line += 32) {
-    prefetch_line(keys + line % LINES * 64 + (line < LINES ? 0 : elements));
+    prefetch_l2(keys + line % LINES * 64 + (line < LINES ? 0 : elements));
   }
 }
 

@@ -41,10 +41,6 @@ __device__ __forceinline__ void async_copy4(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// Asks for the line of 128 bytes to be brought to the L2.
-__device__ __forceinline__ void prefetch_line(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -55,7 +51,7 @@ __device__ __forceinline__ void async_wait() {
 }
 
 // Asks `bytes` into the L2, both multiples of 16. Nothing where the GPU cannot do that.
-__device__ __forceinline__ void prefetch_l2(const void* from, uint32_t bytes) {
+__device__ __forceinline__ void prefetch_l2_bulk(const void* from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif

@@ -61,10 +61,6 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
                : "l"(address));
   return value;
 }
-// Asks the line into the L2; what is read of it later waits for less.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
 
 // Eight fp32 values as bf16 high parts and the bf16 of what is left: together 16 bits of mantissa.
 struct SplitChunk {

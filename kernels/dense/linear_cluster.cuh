@@ -117,7 +117,7 @@ struct ClusterPipe {
     const int column = (work.begin + Tile::STAGES) * kTileColumns;
     const int inputs = min(work.end * kTileColumns, p.k) - column;
     if (static_cast<int>(threadIdx.x) < work.outputs && inputs > 0) {
-      prefetch_l2(weight + static_cast<int64_t>(threadIdx.x) * p.k + column, static_cast<uint32_t>(inputs) * 2);
+      prefetch_l2_bulk(weight + static_cast<int64_t>(threadIdx.x) * p.k + column, static_cast<uint32_t>(inputs) * 2);
     }
   }
   // Until all copies of a block are there, by the whole thread block. Then the block before it is done with.

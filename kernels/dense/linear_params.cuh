@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/vec.cuh"
 #include "kernels/lora/adapter_layout.h"

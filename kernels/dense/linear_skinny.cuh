@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/dense/linear_params.cuh"
