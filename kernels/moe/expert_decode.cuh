@@ -8,7 +8,7 @@
 // token's bits depend on its own row, k and its adapter alone.
 // With LoRA the deltas are computed before the first items' end (kernels/moe/expert_expand.cuh) and added at an item's
 // end.
-// MXFP4 is limited by issuing instructions: 80 of them a row tile and block for 9 to 16 tokens, 57 of which expand and
+// MXFP4 is limited by issuing instructions: 80 of them a row tile and block for 9 to 16 tokens, 61 of which expand and
 // multiply; 16 to 24 warps an SM, by registers.
 // Tried: items of 8 warps and one block of MXFP4 weights a step, two blocks an SM (156 instructions a row tile and
 // block, a third of them of items as such; tokens from L2, more bytes than the weights; gpt-oss shape, 64 rows: 134 us
