@@ -8,7 +8,7 @@
 // token's bits depend on its own row, k and its adapter alone.
 // With LoRA the deltas are computed before the first items' end (kernels/moe/expert_expand.cuh) and added at an item's
 // end.
-// MXFP4 is limited by issuing instructions: 80 of them a row tile and block for 9 to 16 tokens, 57 of which expand and
+// MXFP4 is limited by issuing instructions: 80 of them a row tile and block for 9 to 16 tokens, 61 of which expand and
 // multiply; 16 to 24 warps an SM, by registers.
 // Tried: items of 8 warps and one block of MXFP4 weights a step, two blocks an SM (156 instructions a row tile and
 // block, a third of them of items as such; tokens from L2, more bytes than the weights; gpt-oss shape, 64 rows: 134 us
@@ -93,8 +93,8 @@ __device__ __forceinline__ ExpertWork work_of(const ExpertGemm& p, const Divider
 // What a warp needs once an item or pass, in shared memory: registers are what limits the warps an SM.
 struct WarpState {
   ExpertWalk walk;
-  int begin;  // this warp's share of k: first group of blocks
-  int count;  // and how many
+  int begin;   // this warp's share of k: first group of blocks,
+  int blocks;  // and how many blocks
   // The item that copies have come to.
   struct Copies {
     int round;
@@ -125,27 +125,22 @@ struct WeightRing {
   using Place = typename WeightStream::Place;
   Place first;
   Place stage;          // read and refilled next
-  int last_blocks;      // of the last group
   WeightStream stream;  // of the copies
-  int left;             // groups of their pass, 0 = no more items
+  int todo;             // blocks of their pass from this group on, 0 = no more items
 
   // The first pass over the item of `round`, or the end.
   __device__ __forceinline__ void enter(const ExpertGemm& p, const Divider& tile_groups, WarpState& state, int round) {
-    left = 0;
-    if (state.count > 0 && state.walk.there(round)) {
+    todo = 0;
+    if (state.blocks > 0 && state.walk.there(round)) {
       const ExpertWork work = work_of<WeightStream>(p, tile_groups, state.walk.item(round));
       keep(state.copies, {round, (work.end - work.pair - 1) / kDecodeTokens});
       stream.locate(p, work.expert, work.tile, state.begin);
-      left = state.count;
+      todo = state.blocks;
     }
-  }
-  // Blocks of the group that `groups` groups, itself included, are left of.
-  [[nodiscard]] __device__ __forceinline__ int blocks(int groups) const {
-    return WeightStream::kGroup == 1 || groups > 1 ? WeightStream::kGroup : last_blocks;
   }
   // Refills block q of the stage.
   __device__ __forceinline__ void refill(int q) const {
-    if (left > 0 && q < blocks(left)) {
+    if (q < todo) {
       stream.copy(stage, q);
     }
     async_commit();
@@ -155,15 +150,15 @@ struct WeightRing {
     if constexpr (WeightStream::kStages > 1) {
       stage = stage == first + (kBytes - WeightStream::kStageBytes) ? first : stage + WeightStream::kStageBytes;
     }
-    if (left > 1) {
-      --left;
+    if (todo > WeightStream::kGroup) {
+      todo -= WeightStream::kGroup;
       stream.advance();
-    } else if (left == 1) {
+    } else if (todo > 0) {
       const WarpState::Copies copies = state.copies;
       if (copies.passes > 0) {
         keep(state.copies, {copies.round, copies.passes - 1});
-        left = state.count;
-        stream.rewind(left - 1);
+        todo = state.blocks;
+        stream.rewind((todo - 1) / WeightStream::kGroup);
       } else {
         enter(p, tile_groups, state, copies.round + state.walk.units);
       }
@@ -195,33 +190,20 @@ __device__ __forceinline__ void multiply_block(float (&acc)[WeightStream::kRowTi
   WeightStream::fetch(block, ring.stage, q);
   ring.refill(q);
 #pragma unroll
-  for (int first = 0; first < 2; first += kAhead) {
-    uint4 next[kAhead][NT];
+  for (int c = 0; c < 2; ++c) {
+    uint4(&values)[NT] = x[c % kAhead];
 #pragma unroll
-    for (int c = 0; c < kAhead; ++c) {
-      const int at = 8 * q + 4 * (first + kAhead + c);
-      load_chunk<NT>(next[c], token, WHOLE && at < 8 * WeightStream::kGroup ? at : min(at, last));
-    }
-#pragma unroll
-    for (int c = 0; c < kAhead; ++c) {
-#pragma unroll
-      for (int i = 0; i < WeightStream::kRowTiles; ++i) {
-        uint4 low;
-        uint4 high;
-        WeightStream::chunk(block, shared, i, first + c, low, high);
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-          mma_chunk(acc[i][j], low, high, x[c][j]);
-        }
-      }
-    }
-#pragma unroll
-    for (int c = 0; c < kAhead; ++c) {
+    for (int i = 0; i < WeightStream::kRowTiles; ++i) {
+      uint4 low;
+      uint4 high;
+      WeightStream::chunk(block, shared, i, c, low, high);
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
-        x[c][j] = next[c][j];
+        mma_chunk(acc[i][j], low, high, values[j]);
       }
     }
+    const int at = 8 * q + 4 * (c + kAhead);
+    load_chunk<NT>(values, token, WHOLE && at < 8 * WeightStream::kGroup ? at : min(at, last));
   }
   WeightStream::next_block(shared);
 }
@@ -234,13 +216,13 @@ __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2
                                          const uint4* (&token)[2]) {
   constexpr int kGroup = WeightStream::kGroup;
   constexpr int kUnroll = kGroup == 1 ? 2 : 1;
-  const int begin = state.begin;
-  const int count = state.count;
-  const bool whole = 64 * kGroup * (begin + count) <= p.k;  // the last group, too
-  int last = p.k / 8 - 1 - lane_index() % 4 - 8 * kGroup * begin;
+  const int begin = kGroup * state.begin;
+  const int blocks = state.blocks;
+  const bool whole = blocks % kGroup == 0 && 64 * (begin + blocks) <= p.k;  // the last group, too
+  int last = p.k / 8 - 1 - lane_index() % 4 - 8 * begin;
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
-    token[j] += 8 * kGroup * begin;
+    token[j] += 8 * begin;
   }
   uint4 x[WeightStream::kChunksAhead][NT];
 #pragma unroll
@@ -248,13 +230,12 @@ __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2
     load_chunk<NT>(x[c], token, min(4 * c, last));
   }
 #pragma unroll kUnroll
-  for (int left = count; left > 0; --left) {
+  for (int todo = blocks; todo > 0; todo -= kGroup) {
     typename WeightStream::Shared shared;
-    const int blocks = ring.blocks(left);
-    if (kGroup > 1 && (left > 1 || whole)) {
+    if (kGroup > 1 && (todo > kGroup || whole)) {
 #pragma unroll
       for (int q = 0; q < kGroup; ++q) {
-        if (q >= blocks) {
+        if (q >= todo) {
           break;  // never, but without branches the compiler fetches all blocks at once and runs out of registers
         }
         multiply_block<true, NT>(acc, x, shared, ring, token, q, last);
@@ -262,7 +243,7 @@ __device__ __forceinline__ void multiply(float (&acc)[WeightStream::kRowTiles][2
     } else {
 #pragma unroll 1
       for (int q = 0; q < kGroup; ++q) {
-        if (q < blocks) {
+        if (q < todo) {
           multiply_block<false, NT>(acc, x, shared, ring, token, q, last);
         } else {
           ring.refill(q);
@@ -445,13 +426,13 @@ __global__ void __launch_bounds__(32 * WeightStream::kWarps, WeightStream::kBloc
   const int begin = k_groups * warp / kItemWarps;
   const int end = k_groups * (warp + 1) / kItemWarps;
   WarpState& state = states[warp_index()];
-  keep(state, {ExpertWalk(p, shares, unit), begin, end - begin, {}, {}});
+  const int blocks = min(WeightStream::kGroup * (end - begin), p.k_blocks - WeightStream::kGroup * begin);
+  keep(state, {ExpertWalk(p, shares, unit), begin, blocks, {}, {}});
   std::byte* const unit_memory = reinterpret_cast<std::byte*>(dynamic_shared) + unit * kUnitBytes<WeightStream>;
   auto* const partial = reinterpret_cast<Sums*>(unit_memory);
   Ring ring;
   ring.first = WeightStream::place(unit_memory + Sums::kBuffers * sizeof(Sums) + warp * Ring::kBytes);
   ring.stage = ring.first;
-  ring.last_blocks = min(WeightStream::kGroup, p.k_blocks - (end - 1) * WeightStream::kGroup);
   ring.enter(p, tile_groups, state, 0);
 #pragma unroll 1
   for (int s = 0; s < WeightStream::kStages; ++s) {
