@@ -135,23 +135,14 @@ struct RowsSource {
   }
   class Fragments {
    public:
-    struct Raw {
-      uint32_t a[4];
-    };
+    struct Raw {};  // nothing to do ahead: what is loaded is ready for use
     __device__ __forceinline__ explicit Fragments(const std::byte* stage)
         : rows_(shared_address(stage) + static_cast<uint32_t>(lane_index() % 16 * 128)) {}
+    __device__ __forceinline__ Raw load(int /*step*/) const { return {}; }
     // Lanes 0-15: rows 0-15 of a step's first piece, lanes 16-31: of its second.
-    __device__ __forceinline__ Raw load(int step) const {
-      Raw raw;
+    __device__ __forceinline__ void expand(uint32_t* a, const Raw& /*raw*/, int step) const {
       const int piece = (2 * step + lane_index() / 16) ^ lane_index() % 8;
-      load_matrices(raw.a, rows_ + static_cast<uint32_t>(piece * 16));
-      return raw;
-    }
-    __device__ __forceinline__ void expand(uint32_t* a, const Raw& raw, int /*step*/) const {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        a[i] = raw.a[i];
-      }
+      load_matrices(*reinterpret_cast<uint32_t(*)[4]>(a), rows_ + static_cast<uint32_t>(piece * 16));
     }
 
    private:
