@@ -17,29 +17,14 @@ __device__ __forceinline__ void async_copy16(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
-// The same for an address in shared memory as a number, and a load from there.
-__device__ __forceinline__ void async_copy16(uint32_t shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
-}
-__device__ __forceinline__ uint4 load_shared16(uint32_t shared) {
-  uint4 value;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(shared)
-               : "memory");
-  return value;
-}
-// Start on the way of an address's line into the L1 or L2.
-__device__ __forceinline__ void prefetch_l1(const void* from) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(from));
-}
-__device__ __forceinline__ void prefetch_l2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
 // 4 bytes, through the L1.
 __device__ __forceinline__ void async_copy4(void* shared, const void* from) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Starts an address's line on its way into the L2.
+__device__ __forceinline__ void prefetch_l2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 __device__ __forceinline__ void async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -48,7 +48,6 @@ struct ExpertGemm {
   int rows = 0;  // outputs: I of gate_up, H of down
   int k = 0;
   int row_tiles = 0;
-  int num_experts = 0;
   int k_blocks = 0;                  // of 64 inputs, the last one perhaps not full
   const __nv_bfloat16* x = nullptr;  // by batch row, or by pair
   int64_t x_stride = 0;

@@ -13,8 +13,8 @@
 
 namespace moelora {
 
-// Row tiles an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
-constexpr int kMinRowTilesPerSm = 24;
+// Work items an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
+constexpr int kMinItemsPerSm = 8;
 
 inline bool aligned16(const Rows& rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
@@ -42,7 +42,6 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   p.rows = low.rows;
   p.k = low.cols;
   p.k_blocks = (low.cols + 63) / 64;
-  p.num_experts = args.num_experts;
   p.x = static_cast<const __nv_bfloat16*>(x.data);
   p.x_stride = x.stride;
   p.x_by_pair = x_by_pair;
@@ -113,13 +112,13 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     }
   }
   if constexpr (TILES) {
-    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinRowTilesPerSm} * state.num_sms;
+    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
     if (two) {
-      return launch_expert_decode<GATE_UP, TilesStream<GATE_UP, 2>>(p, max_active, state);
+      return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
     }
-    return launch_expert_decode<GATE_UP, TilesStream<GATE_UP, 1>>(p, max_active, state);
+    return launch_expert_decode<GATE_UP, Source, 1, 6>(p, max_active, state);
   } else {
-    return launch_expert_decode<GATE_UP, RowsStream<GATE_UP>>(p, max_active, state);
+    return launch_expert_decode<GATE_UP, Source, 1, 4>(p, max_active, state);
   }
 }
 
