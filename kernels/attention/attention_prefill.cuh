@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention of sequences with several new rows. A block takes neighbouring rows of one sequence times the query heads
 // of one KV head, as many as its warps have mma rows (16 each), and walks over tiles of KEYS keys: K and V of the next
-// tile come from the pages by background copies while the current one is in use; q stays in registers, weights go from
-// the scores' registers straight into the second product. Tiles begin at multiples of KEYS, and a tile out of a row's
-// sight changes nothing in it, so a row's bits do not depend on the rows it shares a block with. Keys that no row of
-// the block sees are not read but zero. Limited by tensor cores.
+// two tiles come from the pages by background copies while the current one is in use; q stays in registers, weights go
+// from the scores' registers straight into the second product. Tiles begin at multiples of KEYS, and a tile out of a
+// row's sight changes nothing in it, so a row's bits do not depend on the rows it shares a block with. Keys that no row
+// of the block sees are not read but zero. Limited by tensor cores.
 #pragma once
 
 #include "kernels/attention/attention_device.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/shared_tile.cuh"
 
 namespace moelora::attention {
@@ -56,11 +57,7 @@ __device__ __forceinline__ uint32_t chunk_address(uint32_t tile, int row, int ch
   return tile + static_cast<uint32_t>(row * MAX_D * 2 + ((chunk ^ (row % 8)) * 16));
 }
 
-template <int MAX_D, int KEYS>
-struct PrefillShared {
-  __nv_bfloat16 k[2][KEYS][MAX_D];
-  __nv_bfloat16 v[2][KEYS][MAX_D];
-};
+constexpr int STAGES = 3;  // tiles in shared memory
 
 // What the block works on.
 struct Span {
@@ -68,6 +65,13 @@ struct Span {
   int kv_head;
   int first_key;  // seen by any row of the block: [first_key, last_key]
   int last_key;
+};
+
+template <int MAX_D, int KEYS>
+struct PrefillShared {
+  __nv_bfloat16 k[STAGES][KEYS][MAX_D];
+  __nv_bfloat16 v[STAGES][KEYS][MAX_D];
+  Span span;  // the loop over tiles has no registers for it
 };
 
 template <int MAX_D, bool EXACT, int WARPS, int KEYS>
@@ -78,9 +82,8 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Span& span, int
   const int elements = p.kv.elements;
   const uint32_t k = shared_address(&s.k[buffer][0][0]);
   const uint32_t v = shared_address(&s.v[buffer][0][0]);
-  for (int item = threadIdx.x; item < KEYS * chunks; item += WARPS * 32) {
-    const int row = item / chunks;
-    const int chunk = item % chunks;
+  // `to`: from the buffer's first byte, of K and of V.
+  const auto copy_chunk = [&](int row, int chunk, uint32_t to) {
     const int key = tile * KEYS + row;
     const bool seen = key >= span.first_key && key <= span.last_key;
     const auto* from = reinterpret_cast<const __nv_bfloat16*>(p.kv.pool);
@@ -90,8 +93,24 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Span& span, int
       from =
           reinterpret_cast<const __nv_bfloat16*>(p.kv.block(span.rows.sequence, block)) + line * head_dim + 8 * chunk;
     }
-    copy_async_16(chunk_address<MAX_D>(k, row, chunk), from, seen);
-    copy_async_16(chunk_address<MAX_D>(v, row, chunk), seen ? from + elements : from, seen);
+    copy_async_16(k + to, from, seen);
+    copy_async_16(v + to, seen ? from + elements : from, seen);
+  };
+  if constexpr (EXACT) {
+    constexpr int CHUNKS = MAX_D / 8;
+    constexpr int ROWS = WARPS * 32 / CHUNKS;  // at a time; a thread's all have the same swizzle
+    static_assert(ROWS % 8 == 0 && KEYS % ROWS == 0);
+    const int row = static_cast<int>(threadIdx.x) / CHUNKS;
+    const int chunk = static_cast<int>(threadIdx.x) % CHUNKS;
+    const uint32_t to = chunk_address<MAX_D>(0, row, chunk);
+#pragma unroll
+    for (int i = 0; i < KEYS; i += ROWS) {
+      copy_chunk(row + i, chunk, to + i * MAX_D * 2);
+    }
+  } else {
+    for (int item = threadIdx.x; item < KEYS * chunks; item += WARPS * 32) {
+      copy_chunk(item / chunks, item % chunks, chunk_address<MAX_D>(0, item / chunks, item % chunks));
+    }
   }
 }
 
@@ -100,8 +119,8 @@ template <int MAX_D, int WARPS, int KEYS>
 __device__ __forceinline__ void clear_padding(int head_dim, PrefillShared<MAX_D, KEYS>& s) {
   const int first = head_dim / 8;
   const int chunks = MAX_D / 8 - first;
-  for (int item = threadIdx.x; item < 2 * KEYS * chunks; item += WARPS * 32) {
-    const int row = item / chunks;  // over both buffers
+  for (int item = threadIdx.x; item < STAGES * KEYS * chunks; item += WARPS * 32) {
+    const int row = item / chunks;  // over all buffers
     const int chunk = first + item % chunks;
     const int place = (chunk ^ (row % KEYS % 8)) * 8;
     *reinterpret_cast<uint4*>(&s.k[row / KEYS][row % KEYS][place]) = zero_chunk();
@@ -113,7 +132,6 @@ template <int MAX_D>
 struct PrefillState {
   uint32_t q[MAX_D / 16][4];
   int position[2];  // -1: none
-  int begin[2];     // first visible key
   float largest[2];
   float total[2];  // of this lane's keys
   float o[MAX_D / 8][4];
@@ -138,7 +156,6 @@ __device__ __forceinline__ void start_state(const Params& p, const Span& span, P
     const auto [row, head] = owner(p, span, half);
     const bool used = row < span.rows.end;
     state.position[half] = used ? p.positions[row] : -1;
-    state.begin[half] = used ? first_visible(state.position[half], p.window) : INT32_MAX;
     state.largest[half] = minus_infinity();
     state.total[half] = 0.0f;
     const float* q = p.q + row * p.q_stride + static_cast<int64_t>(head) * head_dim;
@@ -179,15 +196,16 @@ __device__ __forceinline__ void score_tile(uint32_t k, const PrefillState<MAX_D>
 }
 
 template <int MAX_D, int KEYS>
-__device__ __forceinline__ void mask_tile(int first_key, const PrefillState<MAX_D>& state,
+__device__ __forceinline__ void mask_tile(int first_key, int window, const PrefillState<MAX_D>& state,
                                           float (&score)[KEYS / 8][4]) {
   const int t = threadIdx.x % 4;
+  const int begin[2] = {first_visible(state.position[0], window), first_visible(state.position[1], window)};
 #pragma unroll
   for (int n = 0; n < KEYS / 8; ++n) {
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int key = first_key + 8 * n + 2 * t + c % 2;
-      const bool seen = key >= state.begin[c / 2] && key <= state.position[c / 2];
+      const bool seen = key >= begin[c / 2] && key <= state.position[c / 2];
       score[n][c] = seen ? score[n][c] : minus_infinity();
     }
   }
@@ -273,53 +291,70 @@ __device__ __forceinline__ void write_rows(const Params& p, const Span& span, co
 
 // Grid: [Nkv][tiles of rows, as many as there may be].
 template <int MAX_D, bool EXACT, int WARPS, int KEYS, class Out>
-__global__ void __launch_bounds__(WARPS * 32, MAX_D == 64 && EXACT ? 2 : 1) prefill_kernel(const Params p) {
+__global__ void __launch_bounds__(WARPS * 32, MAX_D == 64 && EXACT ? 2 : 1)
+    prefill_kernel(const __grid_constant__ Params p) {
   extern __shared__ uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<PrefillShared<MAX_D, KEYS>*>(dynamic_shared);
   const int kv_heads = p.num_kv_heads;
-  // Every warp searches for itself: no barrier, and the row borders are in the cache.
+  let_next_start();
+  // Every warp searches for itself: no barrier, and the row borders are in the cache. They and the positions were there
+  // before the step.
   const RowTile rows = find_row_tile(p, WARPS * 16 / p.group, static_cast<int>(blockIdx.x) / kv_heads);
   if (rows.sequence < 0) {
+    wait_for_previous();  // also here: the end of this kernel must mean that those before it have ended
     return;
   }
   const Span span{rows, static_cast<int>(blockIdx.x) % kv_heads, first_visible(p.positions[rows.first], p.window),
                   p.positions[rows.end - 1]};
   const int first_tile = span.first_key / KEYS;
   const int last_tile = span.last_key / KEYS;
-  copy_tile<MAX_D, EXACT, WARPS, KEYS>(p, span, first_tile, 0, s);
-  commit_copies();
+  wait_for_previous();
+#pragma unroll
+  for (int ahead = 0; ahead < STAGES - 1; ++ahead) {
+    if (first_tile + ahead <= last_tile) {
+      copy_tile<MAX_D, EXACT, WARPS, KEYS>(p, span, first_tile + ahead, ahead, s);
+    }
+    commit_copies();
+  }
   if constexpr (!EXACT) {
     clear_padding<MAX_D, WARPS, KEYS>(p.head_dim, s);
+  }
+  if (threadIdx.x == 0) {
+    s.span = span;  // the loop's first barrier is between
   }
   PrefillState<MAX_D> state;
   start_state<MAX_D, EXACT>(p, span, state);
   // Of the warp's rows; tiles outside are skipped, which leaves the bits as they are.
-  const int warp_begin = __reduce_min_sync(ALL, min(state.begin[0], state.begin[1]));
   const int warp_end = __reduce_max_sync(ALL, max(state.position[0], state.position[1]));
+  const unsigned first_position = __reduce_min_sync(
+      ALL, min(static_cast<unsigned>(state.position[0]), static_cast<unsigned>(state.position[1])));  // of those in use
+  const int warp_begin = first_visible(static_cast<int>(first_position), p.window);
+  int buffer = 0;
   for (int tile = first_tile; tile <= last_tile; ++tile) {
-    const int buffer = (tile - first_tile) % 2;
-    if (tile < last_tile) {
-      copy_tile<MAX_D, EXACT, WARPS, KEYS>(p, span, tile + 1, 1 - buffer, s);
+    wait_copies<STAGES - 2>();
+    __syncthreads();  // everybody's copies of this tile are there, and nobody reads the tile before it any more
+    const int free = buffer == 0 ? STAGES - 1 : buffer - 1;
+    if (tile + STAGES - 1 <= last_tile) {
+      copy_tile<MAX_D, EXACT, WARPS, KEYS>(p, s.span, tile + STAGES - 1, free, s);
     }
     commit_copies();
-    wait_copies<1>();
-    __syncthreads();  // everybody's copies of this tile are there
     const int first_key = tile * KEYS;
     if (first_key <= warp_end && first_key + KEYS > warp_begin) {
       float score[KEYS / 8][4] = {};
       score_tile<MAX_D, KEYS>(shared_address(&s.k[buffer][0][0]), state, score);
       const int last_key = first_key + KEYS - 1;
-      if (first_key < state.begin[0] || first_key < state.begin[1] || last_key > state.position[0] ||
-          last_key > state.position[1]) {
-        mask_tile<MAX_D, KEYS>(first_key, state, score);
+      const int least = min(state.position[0], state.position[1]);
+      const int most = max(state.position[0], state.position[1]);
+      if (first_key < first_visible(most, p.window) || last_key > least) {
+        mask_tile<MAX_D, KEYS>(first_key, p.window, state, score);
       }
       __syncwarp();
       soften_tile<MAX_D, KEYS>(score, state);
       add_tile<MAX_D, KEYS>(shared_address(&s.v[buffer][0][0]), score, state);
     }
-    __syncthreads();  // nobody reads this buffer any more
+    buffer = buffer == STAGES - 1 ? 0 : buffer + 1;
   }
-  write_rows<MAX_D, EXACT, Out>(p, span, state);
+  write_rows<MAX_D, EXACT, Out>(p, s.span, state);
 }
 
 }  // namespace moelora::attention

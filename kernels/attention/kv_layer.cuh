@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // A KvView as kernels of one layer use it: what depends neither on sequence nor on position is worked out by the host,
-// and blocks of 2^n tokens need no division.
+// the division by block_tokens as a multiplication too.
 #pragma once
 
 #include "kernels/attention/kv_view.h"
+#include "kernels/base/error.h"
 
 namespace moelora {
 
@@ -14,11 +15,11 @@ struct KvLayer {
   int64_t sequence_step;  // entries of `pages` between sequences
   int block_step;         // and between blocks
   int block_tokens;
-  int block_shift;  // log2(block_tokens), or -1
-  int elements;     // from a block's K to its V
+  uint64_t reciprocal;  // 2^32 / block_tokens, rounded up
+  int elements;         // from a block's K to its V
 
   __device__ __forceinline__ int block_of(int position) const {
-    return block_shift >= 0 ? position >> block_shift : position / block_tokens;
+    return static_cast<int>(static_cast<uint32_t>(position) * reciprocal >> 32);
   }
   // The layer's K of a block of a sequence.
   __device__ __forceinline__ std::byte* block(int sequence, int block) const {
@@ -28,17 +29,15 @@ struct KvLayer {
 
 inline KvLayer layer_of(const KvView& kv, int layer) {
   const KvLayout& layout = kv.layout;
-  int shift = 0;
-  while ((1 << shift) < layout.block_tokens) {
-    ++shift;
-  }
+  MOELORA_ASSERT(layout.block_tokens > 0 && layout.block_tokens <= 1024);  // exact for 2^22 positions and more
   return {kv.pool + layer % layout.layers_per_page * layout.layer_bytes(),
           kv.block_tables + layer / layout.layers_per_page,
           kv.page_bytes,
           static_cast<int64_t>(kv.max_blocks) * layout.num_groups,
           layout.num_groups,
           layout.block_tokens,
-          1 << shift == layout.block_tokens ? shift : -1,
+          ((uint64_t{1} << 32) + static_cast<uint64_t>(layout.block_tokens) - 1) /
+              static_cast<uint64_t>(layout.block_tokens),
           static_cast<int>(kv.elements())};
 }
 

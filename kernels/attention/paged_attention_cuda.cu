@@ -118,7 +118,7 @@ void launch_paths(const PagedAttentionArgs& args, const Params& params, bool rot
   const auto kernel = attention::prefill_kernel<MAX_D, EXACT, WARPS, KEYS, Out>;
   const size_t shared = sizeof(attention::PrefillShared<MAX_D, KEYS>);
   allow_shared(kernel, shared);
-  kernel<<<static_cast<unsigned>(tiles * params.num_kv_heads), WARPS * 32, shared, state.stream>>>(params);
+  launch_dependent(kernel, dim3(static_cast<unsigned>(tiles * params.num_kv_heads)), WARPS * 32, shared, state, params);
 }
 
 template <class Out>
