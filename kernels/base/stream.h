@@ -31,6 +31,10 @@ class Stream {
   [[nodiscard]] size_t scratch_bytes() const { return scratch_bytes_; }
   [[nodiscard]] void* native() const { return native_; }
 
+  // Nested ranges that a profiler shows around what is queued between them; `number` is a layer, rows ...
+  virtual void begin_range(const char* /*name*/, int64_t /*number*/) {}
+  virtual void end_range() {}
+
   // Runs task(worker) on every worker, worker in [0, num_threads); returns when all have returned.
   // `Task` is any callable; it is called through a pointer to the caller's object: nothing is allocated.
   template <class Task>
@@ -81,6 +85,18 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<int> sleeping_{0};
+};
+
+// A range for as long as it lives.
+class ProfileRange {
+ public:
+  ProfileRange(Stream& stream, const char* name, int64_t number) : stream_(stream) { stream.begin_range(name, number); }
+  ~ProfileRange() { stream_.end_range(); }
+  ProfileRange(const ProfileRange&) = delete;
+  ProfileRange& operator=(const ProfileRange&) = delete;
+
+ private:
+  Stream& stream_;
 };
 
 }  // namespace moelora

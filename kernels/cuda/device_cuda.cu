@@ -2,6 +2,8 @@
 // An NVIDIA GPU as a device: plain allocations on its primary context, one non-blocking stream, page-locked mirrors,
 // steps recorded by stream capture. Runs on threads of the engine only, so that the host's threads keep their device
 // and their last error.
+#include <nvtx3/nvToolsExt.h>
+
 #include <cstdlib>
 #include <cstring>
 
@@ -12,9 +14,9 @@
 namespace moelora {
 namespace {
 
-constexpr size_t kPinnedBytes = size_t{8} << 20;  // results of the sampler, logits that it takes to the host
+constexpr size_t kPinnedBytes = size_t{8} << 20;       // results of the sampler, logits that it takes to the host
 constexpr size_t kHostScratchBytes = size_t{7} << 20;  // of a vocabulary of half a million; touched as far as needed
-constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
+constexpr size_t kStagingBytes = size_t{16} << 20;     // half of what copy_to_device keeps in flight
 
 class GraphCuda final : public Graph {
  public:
@@ -41,6 +43,18 @@ class StreamCuda final : public Stream {
       cudaStreamDestroy(state_->stream);
     }
   }
+  // Without a profiler NVTX tests a pointer and returns.
+  void begin_range(const char* name, int64_t number) override {
+    nvtxEventAttributes_t attributes{};
+    attributes.version = NVTX_VERSION;
+    attributes.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+    attributes.messageType = NVTX_MESSAGE_TYPE_ASCII;
+    attributes.message.ascii = name;
+    attributes.payloadType = NVTX_PAYLOAD_TYPE_INT64;
+    attributes.payload.llValue = number;
+    nvtxRangePushEx(&attributes);
+  }
+  void end_range() override { nvtxRangePop(); }
 
  private:
   std::unique_ptr<CudaStream> state_;

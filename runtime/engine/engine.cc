@@ -80,6 +80,7 @@ void Engine::Parts::stage() {
 }
 
 void Engine::Parts::forward() {
+  const ProfileRange range(*stream, batch_.num_prefill_rows > 0 ? "prefill" : "decode", batch_.num_rows);
   Graph* graph = graph_of_batch();
   if (graph != nullptr) {
     device->launch(*graph, *stream);
@@ -90,6 +91,7 @@ void Engine::Parts::forward() {
 }
 
 void Engine::Parts::sample() {
+  const ProfileRange range(*stream, "sample", step_input->num_sampled());
   step_input->stage_sampling();
   SampleTokensArgs args;
   args.logits = workspace->logits;

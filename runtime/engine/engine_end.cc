@@ -129,6 +129,12 @@ void Engine::Parts::fail(Status status, const std::string& message) {
   deliver();
 }
 
+void Engine::Parts::check_alive() const {
+  if (failure != Status::kOk) {
+    throw Error(failure, failure_message);
+  }
+}
+
 // Prefetched adapters are acquired like those of a request and released at once: resident, idle, most recently used.
 void Engine::Parts::admit_prefetches() {
   for (Prefetch& prefetch : prefetches) {

@@ -91,16 +91,20 @@ Status Engine::drain(int32_t timeout_ms) {
     return parts.failure != Status::kOk ||
            (parts.inbox.empty() && parts.scheduler->running().empty() && parts.scheduler->waiting().empty());
   };
+  bool done = true;
   if (timeout_ms < 0) {
     parts.progress.wait(lock, idle);
-    return Status::kOk;
+  } else {
+    done = parts.progress.wait_for(lock, std::chrono::milliseconds(timeout_ms), idle);
   }
-  return parts.progress.wait_for(lock, std::chrono::milliseconds(timeout_ms), idle) ? Status::kOk : Status::kTimeout;
+  parts.check_alive();
+  return done ? Status::kOk : Status::kTimeout;
 }
 
 void Engine::trim(uint64_t target_bytes) {
   {
     const std::lock_guard<std::mutex> lock(parts_->mutex);
+    parts_->check_alive();
     parts_->trim_pages = static_cast<int64_t>(target_bytes / static_cast<uint64_t>(parts_->info.page_bytes));
   }
   parts_->wake();
@@ -174,9 +178,7 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
 void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
   Parts& parts = *parts_;
   const Request& request = sequence->request();
-  if (parts.failure != Status::kOk) {
-    throw Error(parts.failure, parts.failure_message);
-  }
+  parts.check_alive();
   if (parts.draining) {
     throw Error(Status::kClosed, "the engine is draining: no new work");
   }
@@ -273,6 +275,7 @@ double Engine::measure_read_bandwidth() {
   parts.woken = true;
   parts.work.notify_all();
   parts.progress.wait(lock, [&] { return parts.probes_done >= wanted || parts.failure != Status::kOk; });
+  parts.check_alive();
   return parts.probe_bandwidth;
 }
 

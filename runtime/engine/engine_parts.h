@@ -51,6 +51,8 @@ class Engine::Parts {
   // One turn: false if there was nothing to run.
   bool step();
   void wake();
+  // Under the lock. Throws the failure, if there was one: then nothing runs any more.
+  void check_alive() const;
 
   EngineOptions options;
   ModelConfig config;

@@ -42,9 +42,7 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
   adapter->scale = scale;
   adapter->image = std::move(image);
   const std::lock_guard<std::mutex> lock(parts.mutex);
-  if (parts.failure != Status::kOk) {
-    throw Error(parts.failure, parts.failure_message);
-  }
+  parts.check_alive();
   if (parts.draining) {
     throw Error(Status::kClosed, "the engine is draining: no new adapters");
   }
@@ -89,9 +87,7 @@ void Engine::prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shar
                               uint64_t handle, uint64_t tag) {
   {
     const std::lock_guard<std::mutex> lock(parts_->mutex);
-    if (parts_->failure != Status::kOk) {
-      throw Error(parts_->failure, parts_->failure_message);
-    }
+    parts_->check_alive();
     if (adapter->unloaded.load()) {
       throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
     }
@@ -109,9 +105,7 @@ std::shared_ptr<Session> Engine::create_session(std::shared_ptr<Adapter> adapter
   session->tokens.reserve(static_cast<size_t>(parts.info.max_context_tokens));
   session->kv = std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens);
   const std::lock_guard<std::mutex> lock(parts.mutex);
-  if (parts.failure != Status::kOk) {
-    throw Error(parts.failure, parts.failure_message);
-  }
+  parts.check_alive();
   if (session->adapter != nullptr && session->adapter->unloaded.load()) {
     throw Error(Status::kNotFound, "adapter '" + session->adapter->name + "' was unloaded");
   }

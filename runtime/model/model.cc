@@ -25,6 +25,7 @@ void Model::forward(const ForwardInput& input, Workspace& workspace, Stream& str
   kernels_.embedding(embedding, stream);
 
   for (int32_t layer = 0; layer < config_.num_layers; ++layer) {
+    const ProfileRange range(stream, "layer", layer);
     attention_block(input, layer, workspace, stream);
     feed_forward_block(input, layer, workspace, stream);
   }
