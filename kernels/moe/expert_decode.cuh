@@ -1,15 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert: a stream of weights with a little arithmetic beside it. The grid stays on
-// the device and walks the work: (active expert, RT neighbouring row tiles, up to 16 of its tokens). The 8 warps of a
-// block cut the inputs into contiguous ranges of blocks of 64. Each warp runs its own ring of STAGES such blocks in
-// shared memory, filled by asynchronous copies that run ahead across work items, so that loads are in flight while
+// the device and walks the work: (active expert, RT neighbouring row tiles, up to 16 of its tokens). The 4 or 8 warps
+// of a block cut the inputs into contiguous ranges of blocks of 64. Each warp runs its own ring of STAGES such blocks
+// in shared memory, filled by asynchronous copies that run ahead across work items, so that loads are in flight while
 // others sum up, and no register waits for memory; a lane reads what it copied, in fragment order, without a barrier.
 // Token chunks come from L1 or L2. Partial sums meet in shared memory and are added in the order of the warps: a
-// token's bits depend on its own row, k and its adapter alone.
+// token's bits depend on its own row, k, its adapter and, through the number of warps, the number of rows.
 // With LoRA the deltas are computed beside the first items (kernels/moe/expert_expand.cuh) and added at an item's end.
 // Tried for LoRA: an expand by mma in the finishing warp, adapter by adapter (64 rows of Qwen3-30B-A3B's shape, 8
 // adapters: gate_up 656 us, 200 without adapters); one, then two warps of deltas beside the stream, look-ups three
 // items ahead and B prefetched (gpt-oss shape: 347 and 288 us, 120 without); a launch of its own (200 us).
+// Tried without: one block of 16 or 24 warps an SM, items of four warps, rings of four blocks at fixed places, tokens
+// loaded a chunk ahead (103 instructions a tile and block against 156, but gate_up of 64 rows 131 us against 113).
 #pragma once
 
 #include <algorithm>
@@ -18,7 +20,7 @@
 
 namespace moelora {
 
-constexpr int kDecodeBlocksPerSm = 2;
+constexpr int kDecodeWarpsPerSm = 16;
 constexpr int kDecodeTokens = 16;  // of a work item, in two groups of 8
 
 struct ExpertWork {
@@ -158,17 +160,17 @@ struct ExpertRole {
   int i;
   int j;
 };
-template <int RT>
+template <int RT, int WARPS>
 __device__ __forceinline__ ExpertRole role_of(const ExpertGemm& p, const ExpertWork& work, int turn) {
-  const int index = (warp_index() + turn * RT) % kExpertWarps;
+  const int index = (warp_index() + turn * RT) % WARPS;
   const int groups = work.pair + 8 < work.end ? 2 : 1;
   return {index < RT * groups && work.tile + index % RT < p.row_tiles, index % RT, index / RT};
 }
 
 // Sums of all warps over the inputs: [warp][row tile][group][lane].
-template <int RT>
+template <int RT, int WARPS>
 struct PartialSums {
-  float4 at[kExpertWarps][RT][2][32];
+  float4 at[WARPS][RT][2][32];
 };
 
 // Adds the deltas of this lane's tokens and outputs.
@@ -194,12 +196,12 @@ __device__ __forceinline__ void add_deltas(float (&sum)[4], const ExpertGemm& p,
   }
 }
 
-template <bool GATE_UP, int RT, bool LORA>
-__device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, const ExpertGemm& p, const ExpertWork& work,
-                                            const ExpertRole& role) {
+template <bool GATE_UP, int RT, int WARPS, bool LORA>
+__device__ __forceinline__ void finish_role(const PartialSums<RT, WARPS>& partial, const ExpertGemm& p,
+                                            const ExpertWork& work, const ExpertRole& role) {
   float sum[4] = {};
 #pragma unroll
-  for (int warp = 0; warp < kExpertWarps; ++warp) {
+  for (int warp = 0; warp < WARPS; ++warp) {
     const float4 part = partial.at[warp][role.i][role.j][lane_index()];
     sum[0] += part.x;
     sum[1] += part.y;
@@ -212,8 +214,8 @@ __device__ __forceinline__ void finish_role(const PartialSums<RT>& partial, cons
   finish_tile<GATE_UP>(sum, p, work.expert, work.tile + role.i, work.pair + 8 * role.j, work.end);
 }
 
-template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
-__global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
+template <bool GATE_UP, class Source, int RT, int STAGES, int WARPS, bool LORA>
+__global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
   extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
@@ -221,7 +223,7 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
     wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
   }
   let_next_start();
-  auto* const partial = reinterpret_cast<PartialSums<RT>*>(dynamic_shared);
+  auto* const partial = reinterpret_cast<PartialSums<RT, WARPS>*>(dynamic_shared);
   const ExpertWalk<RT> walk(p);
   ExpertWork work{};
   walk.seek(p, work, static_cast<int>(blockIdx.x));
@@ -229,8 +231,8 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
   ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
   ring.write = ring.memory;
   ring.read = ring.memory;
-  ring.begin = p.k_blocks * warp_index() / kExpertWarps;
-  ring.end = p.k_blocks * (warp_index() + 1) / kExpertWarps;
+  ring.begin = p.k_blocks * warp_index() / WARPS;
+  ring.end = p.k_blocks * (warp_index() + 1) / WARPS;
   ring.b = ring.begin;
   ring.work = work;
   if (ring.begin < ring.end) {
@@ -267,9 +269,9 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
       wait_for_previous();  // the deltas are there
     }
     __syncthreads();  // the partial sums of all warps are there
-    const ExpertRole role = role_of<RT>(p, work, turn);
+    const ExpertRole role = role_of<RT, WARPS>(p, work, turn);
     if (role.active) {
-      finish_role<GATE_UP, RT, LORA>(partial[turn % 2], p, work, role);
+      finish_role<GATE_UP, RT, WARPS, LORA>(partial[turn % 2], p, work, role);
     }
     walk.advance(p, work);
   }
@@ -279,23 +281,28 @@ __global__ void __launch_bounds__(kExpertThreads, kDecodeBlocksPerSm)
   async_wait<0>();
 }
 
-template <bool GATE_UP, class Source, int RT, int STAGES, bool LORA>
-void launch_expert_decode_of(const ExpertGemm& p, int max_active, const CudaStream& state) {
-  constexpr size_t kSharedBytes = 2 * sizeof(PartialSums<RT>) + kExpertWarps * WeightRing<Source, RT, STAGES>::kBytes;
-  constexpr auto kKernel = expert_decode_kernel<GATE_UP, Source, RT, STAGES, LORA>;
+template <bool GATE_UP, class Source, int RT, int STAGES, int WARPS, bool LORA>
+void launch_expert_decode_of(const ExpertGemm& p, int64_t items, const CudaStream& state) {
+  constexpr size_t kSharedBytes = 2 * sizeof(PartialSums<RT, WARPS>) + WARPS * WeightRing<Source, RT, STAGES>::kBytes;
+  constexpr auto kKernel = expert_decode_kernel<GATE_UP, Source, RT, STAGES, WARPS, LORA>;
   check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of the expert product");
-  const int64_t items = int64_t{max_active} * ((p.row_tiles + RT - 1) / RT);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, int64_t{state.num_sms} * kDecodeBlocksPerSm));
-  launch_dependent(kKernel, dim3(grid), kExpertThreads, kSharedBytes, state, p);
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, int64_t{state.num_sms} * kDecodeWarpsPerSm / WARPS));
+  launch_dependent(kKernel, dim3(grid), 32 * WARPS, kSharedBytes, state, p);
 }
+// Items are shared by four warps where there are many of them, so that what an item costs besides its weights is paid
+// half as often, and by eight otherwise, so that the last round of items is short.
 template <bool GATE_UP, class Source, int RT, int STAGES>
 void launch_expert_decode(const ExpertGemm& p, int max_active, const CudaStream& state) {
-  if (p.lora.row_slot != nullptr) {
-    launch_expert_decode_of<GATE_UP, Source, RT, STAGES, true>(p, max_active, state);
-  } else {
-    launch_expert_decode_of<GATE_UP, Source, RT, STAGES, false>(p, max_active, state);
-  }
+  constexpr int kManyRounds = 4;
+  const int64_t items = int64_t{max_active} * ((p.row_tiles + RT - 1) / RT);
+  const bool many = items >= int64_t{kManyRounds} * state.num_sms * kDecodeWarpsPerSm / 4;
+  const bool lora = p.lora.row_slot != nullptr;
+  const auto launch = many ? (lora ? launch_expert_decode_of<GATE_UP, Source, RT, STAGES, 4, true>
+                                   : launch_expert_decode_of<GATE_UP, Source, RT, STAGES, 4, false>)
+                           : (lora ? launch_expert_decode_of<GATE_UP, Source, RT, STAGES, 8, true>
+                                   : launch_expert_decode_of<GATE_UP, Source, RT, STAGES, 8, false>);
+  launch(p, items, state);
 }
 
 }  // namespace moelora
