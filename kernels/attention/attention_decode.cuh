@@ -7,10 +7,9 @@
 // is on its way before the kernel ahead has ended: only the row's own key is that one's work.
 #pragma once
 
-#include <cooperative_groups.h>
-
 #include "kernels/attention/attention_unit.cuh"
 #include "kernels/attention/paged_attention.h"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/launch.cuh"
 
 namespace moelora::attention {
@@ -181,17 +180,6 @@ __device__ __forceinline__ float2* scratch_stats(const Params& p, int sequence, 
   return reinterpret_cast<float2*>(p.scratch + parts * p.head_dim) + scratch_part(p, sequence, head, split);
 }
 
-__device__ __forceinline__ void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  cooperative_groups::cluster_group::barrier_arrive();
-#endif
-}
-__device__ __forceinline__ void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  cooperative_groups::cluster_group::barrier_wait();
-#endif
-}
-
 // How the launch is cut. Grid: [num_sequences][Nkv][head tiles][splits]; `in_cluster`: the splits of a row are one
 // cluster, else they meet in scratch.
 struct DecodeGrid {
@@ -216,13 +204,10 @@ constexpr size_t mailbox_bytes(int items) {
   return static_cast<size_t>(items + kMaxAttentionSplits) * (sizeof(float4) + sizeof(float2));
 }
 __device__ __forceinline__ void send(const Mailbox& box, int split, int item, const Joined& joined) {
-#if __CUDA_ARCH__ >= 900
-  const auto cluster = cooperative_groups::this_cluster();
   const int owner = item / box.share;
   const int at = split * box.share + item - owner * box.share;
-  *cluster.map_shared_rank(box.sums + at, owner) = joined.sum;
-  *cluster.map_shared_rank(box.stats + at, owner) = make_float2(joined.largest, joined.total);
-#endif
+  *in_block(box.sums + at, owner) = joined.sum;
+  *in_block(box.stats + at, owner) = make_float2(joined.largest, joined.total);
 }
 
 // The block's sums, of all its warps, go to the output, to the blocks of its cluster or to scratch.
@@ -261,6 +246,7 @@ __device__ __forceinline__ void hand_over(const Params& p, const DecodeGrid& gri
   if (!sends) {
     return;
   }
+  __syncwarp();
   cluster_arrive();
   cluster_wait();  // everything that this block writes has come
   for (int slot = threadIdx.x; slot < box.share && split * box.share + slot < items; slot += WARPS * 32) {
@@ -277,7 +263,7 @@ __device__ __forceinline__ void sit_out(bool meets) {
   wait_for_previous();  // also here: the end of this kernel must mean that those before it have ended
   if (meets) {
     cluster_wait();
-    cluster_arrive();
+    cluster_arrive_relaxed();
     cluster_wait();
   }
 }
@@ -311,7 +297,7 @@ __global__ void __launch_bounds__(WARPS * 32, decode_blocks(MAX_D, WARPS))
                     plan.active};
   const bool meets = grid.in_cluster && plan.active > 1;
   if (meets) {
-    cluster_arrive();  // this block has begun
+    cluster_arrive_relaxed();  // this block has begun
   }
   if (split >= plan.active) {
     return sit_out(meets);

@@ -6,6 +6,8 @@
 // empty elsewhere.
 #pragma once
 
+#include <cooperative_groups.h>
+
 #include <cstdint>
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -45,6 +47,16 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 __device__ __forceinline__ void cluster_wait() {
 #ifdef MOELORA_CLUSTERS
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Where an object of this block's shared memory lies in block `rank` of the cluster.
+template <class T>
+__device__ __forceinline__ T* in_block(T* object, int rank) {
+#ifdef MOELORA_CLUSTERS
+  return cooperative_groups::this_cluster().map_shared_rank(object, static_cast<unsigned>(rank));
+#else
+  return object;
 #endif
 }
 

@@ -8,8 +8,8 @@
 //     before it writes anything. Then the end of a kernel means that all older ones have ended, too.
 //   - A kernel may read before its wait only what was complete before the kernel ahead of it passed its own wait, if
 //     that one passes its wait before it calls let_next_start(). Only ops that launch both may rely on that.
-//   - What the host wrote (weights), and what was complete before a step began (its arrays, adapters, their records),
-//     can always be read: a step's first kernel is of a plain launch.
+//   - What was complete before the first kernel of a step, which is a plain launch, can always be read: what the host
+//     wrote or copied (weights, positions, block tables), adapters and their records, K and V of earlier steps.
 // Kernels of plain launches wait for the end of everything older.
 #pragma once
 

@@ -198,7 +198,7 @@ __device__ __forceinline__ void add_deltas(float (&sum)[4], const ExpertGemm& p,
 
 template <bool GATE_UP, int RT, int WARPS, bool LORA>
 __device__ __forceinline__ void finish_role(const PartialSums<RT, WARPS>& partial, const ExpertGemm& p,
-                                            const ExpertWork& work, const ExpertRole& role) {
+                                            const ExpertWork& work, const ExpertRole& role, const float2& bias) {
   float sum[4] = {};
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) {
@@ -211,7 +211,7 @@ __device__ __forceinline__ void finish_role(const PartialSums<RT, WARPS>& partia
   if (LORA) {
     add_deltas<GATE_UP>(sum, p, work.tile + role.i, work.pair + 8 * role.j, work.end);
   }
-  finish_tile<GATE_UP>(sum, p, work.expert, work.tile + role.i, work.pair + 8 * role.j, work.end);
+  finish_tile<GATE_UP>(sum, p, bias, work.tile + role.i, work.pair + 8 * role.j, work.end);
 }
 
 template <bool GATE_UP, class Source, int RT, int STAGES, int WARPS, bool LORA>
@@ -265,13 +265,17 @@ __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
             make_float4(acc[i][j][0], acc[i][j][1], acc[i][j][2], acc[i][j][3]);
       }
     }
+    const ExpertRole role = role_of<RT, WARPS>(p, work, turn);
+    float2 bias{};
+    if (role.active) {
+      bias = tile_bias<GATE_UP>(p, work.expert, work.tile + role.i);  // on its way while the warps meet
+    }
     if (LORA && turn == 0) {
       wait_for_previous();  // the deltas are there
     }
     __syncthreads();  // the partial sums of all warps are there
-    const ExpertRole role = role_of<RT, WARPS>(p, work, turn);
     if (role.active) {
-      finish_role<GATE_UP, RT, WARPS, LORA>(partial[turn % 2], p, work, role);
+      finish_role<GATE_UP, RT, WARPS, LORA>(partial[turn % 2], p, work, role, bias);
     }
     walk.advance(p, work);
   }

@@ -351,23 +351,30 @@ __device__ __forceinline__ void store_output(const ExpertGemm& p, int64_t pair, 
   }
 }
 
-// Bias, activation and store of one row tile of one group of 8 tokens, from sorted pair `pair` on, up to `end`.
+// This lane's biases of a row tile: of its output of rows 0-7, and of rows 8-15.
 template <bool GATE_UP>
-__device__ __forceinline__ void finish_tile(const float (&acc)[4], const ExpertGemm& p, int expert, int tile, int pair,
-                                            int end) {
+__device__ __forceinline__ float2 tile_bias(const ExpertGemm& p, int expert, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
   const int n_high = GATE_UP ? n_low : n_low + 8;
   const int64_t bias = int64_t{expert} * p.rows;
-  const float low_bias = p.low_bias != nullptr && n_low < p.rows ? __ldg(p.low_bias + bias + n_low) : 0.0f;
-  const float high_bias = p.high_bias != nullptr && n_high < p.rows ? __ldg(p.high_bias + bias + n_high) : 0.0f;
+  return {p.low_bias != nullptr && n_low < p.rows ? __ldg(p.low_bias + bias + n_low) : 0.0f,
+          p.high_bias != nullptr && n_high < p.rows ? __ldg(p.high_bias + bias + n_high) : 0.0f};
+}
+
+// Bias, activation and store of one row tile of one group of 8 tokens, from sorted pair `pair` on, up to `end`.
+template <bool GATE_UP>
+__device__ __forceinline__ void finish_tile(const float (&acc)[4], const ExpertGemm& p, const float2& bias, int tile,
+                                            int pair, int end) {
+  const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int at = pair + 2 * (lane_index() % 4) + i;
     if (at >= end) {
       continue;
     }
-    const float low = acc[i] + low_bias;
-    const float high = acc[2 + i] + high_bias;
+    const float low = acc[i] + bias.x;
+    const float high = acc[2 + i] + bias.y;
     if constexpr (GATE_UP) {
       if (n_low < p.rows) {
         store_output(p, at, n_low, activate(p.activation, p.limit, low, high));

@@ -193,9 +193,10 @@ __device__ __forceinline__ void finish_block(PrefillAccumulators& acc, const Exp
       if (p.lora.row_slot != nullptr) {
         add_lora<GATE_UP, 4>(acc[i][half], p, tokens, work.expert, tile);
       }
+      const float2 bias = tile_bias<GATE_UP>(p, work.expert, tile);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        finish_tile<GATE_UP>(acc[i][half][j], p, work.expert, tile, work.pair + group_token(half, j), work.end);
+        finish_tile<GATE_UP>(acc[i][half][j], p, bias, tile, work.pair + group_token(half, j), work.end);
       }
     }
   }

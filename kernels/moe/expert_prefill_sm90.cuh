@@ -26,7 +26,7 @@ constexpr int kMultiplyRegisters = 216;
 constexpr int kFillRegisters = 72;
 constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
 static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
-constexpr int kTokenStages = 4;
+constexpr int kTokenStages = 5;
 constexpr int kWeightStages = 4;
 constexpr int kTokenStageBytes = kMaxTokens * 128;
 constexpr int kStageAlignment = 1024;
@@ -39,19 +39,26 @@ struct Shared {
   uint64_t tokens_empty[2];
 };
 
-// Number of a stage and parity of its use, for the n-th block of all that pass.
-__device__ __forceinline__ int stage_of(uint32_t n) {
-  return static_cast<int>(n % kTokenStages);
-}
-__device__ __forceinline__ uint32_t parity_of(uint32_t n) {
-  return n / kTokenStages % 2;
-}
+// A stage of the ring of tokens, and the parity of its use.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kTokenStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? kTokenStages - 1 : stage - 1; }
+};
 
 // --- The warpgroup that fills.
 
-// A block is published kFillLag blocks after its copies were started, when they have arrived. Whoever waits for block n
-// has released n - 2, so that the filler can reach n + kFillLag.
-constexpr int kFillLag = kTokenStages - 2;
+// A block is published kFillLag blocks after its copies were started, when they have arrived. Whoever waits for a block
+// has released the one before the previous one, so that the filler can always go on by kFillLag; a stage more lets it
+// do that before the release.
+constexpr int kFillLag = 2;
+static_assert(kTokenStages > kFillLag + 2);
 constexpr int kRowsTogether = kFillThreads / 8;
 
 template <bool GATE_UP, int W>
@@ -61,33 +68,37 @@ struct Filler {
   std::byte* stages;
   int active;
   int row_blocks;
-  uint32_t n = 0;          // blocks whose filling has begun
-  uint32_t published = 0;  // of them
-  uint32_t nth = 0;        // items filled
+  RingPlace at;         // of the next block to fill
+  RingPlace published;  // of the next block to publish
+  int unpublished = 0;  // blocks between them
+  uint32_t nth = 0;     // items filled
 
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
-  __device__ __forceinline__ std::byte* wait_empty(uint32_t block) {
-    const int stage = stage_of(block);
-    mbarrier_wait(&shared.empty[stage], parity_of(block) ^ 1);
-    return stages + stage * kTokenStageBytes;
+  __device__ __forceinline__ std::byte* wait_empty() {
+    mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
+    return stages + at.stage * kTokenStageBytes;
   }
-  __device__ __forceinline__ void arrive_full(uint32_t block) { mbarrier_arrive(&shared.full[stage_of(block)]); }
+  __device__ __forceinline__ void arrive_full() {
+    mbarrier_arrive(&shared.full[published.stage]);
+    published.advance();
+    --unpublished;
+  }
   // Ends a block that this thread has written its part of, or has started to copy.
   __device__ __forceinline__ void publish() {
     async_commit();
+    at.advance();
+    ++unpublished;
     async_wait<kFillLag>();
     fence_for_wgmma();
-    if (n - published == kFillLag) {
-      arrive_full(published);
-      ++published;
+    if (unpublished > kFillLag) {
+      arrive_full();
     }
-    ++n;
   }
   __device__ __forceinline__ void publish_rest() {
     async_wait<0>();
     fence_for_wgmma();
-    for (; published < n; ++published) {
-      arrive_full(published);
+    while (unpublished > 0) {
+      arrive_full();
     }
   }
   // The blocks of k: this thread copies one piece of every 16th token.
@@ -104,7 +115,7 @@ struct Filler {
     }
     const int place = row * 128 + (piece ^ row % 8) * 16;
     for (int b = 0; b < p.k_blocks; ++b) {
-      std::byte* const stage = wait_empty(n) + place;
+      std::byte* const stage = wait_empty() + place;
       const bool inside = 8 * b + piece < p.k / 8;
       const uint4* const from = inside ? x + 8 * b : x;
 #pragma unroll
@@ -120,7 +131,7 @@ struct Filler {
     for (int entry = 0; entry < tokens.num_entries; ++entry) {
       const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
       for (int step = 0; step < steps; ++step) {
-        fill_step<GATE_UP, W>(p, work, tokens, entry, step, thread(), wait_empty(n));
+        fill_step<GATE_UP, W>(p, work, tokens, entry, step, thread(), wait_empty());
         publish();
       }
     }
@@ -197,43 +208,47 @@ __device__ __forceinline__ void multiply_step(float (&acc)[W / 2], const uint32_
   wgmma_m64k16<W>(acc, a, tokens);
   wgmma_commit();
 }
-__device__ __forceinline__ uint64_t token_operand(uint32_t stages, uint32_t n) {
-  return wgmma_descriptor(stages + static_cast<uint32_t>(stage_of(n) * kTokenStageBytes));
+__device__ __forceinline__ uint64_t token_operand(uint32_t stages, int stage) {
+  return wgmma_descriptor(stages + static_cast<uint32_t>(stage * kTokenStageBytes));
 }
 
-__device__ __forceinline__ void release(Shared& shared, uint32_t n) {
+__device__ __forceinline__ void release(Shared& shared, int stage) {
   if (lane_index() == 0) {
-    mbarrier_arrive(&shared.empty[stage_of(n)]);
+    mbarrier_arrive(&shared.empty[stage]);
   }
 }
-// Block b, the n-th of all: `now` are its weights, `next` becomes those of the block after it (at the end of k: what
+
+// Block b, its tokens at `at`: `now` are its weights, `next` becomes those of the block after it (at the end of k: what
 // nobody uses), step by step between the products: few of them can wait for the tensor cores, so that all of a block's
 // at once would leave the tensor cores idle while the next weights are expanded.
 template <int W, class Pipe>
 __device__ __forceinline__ void multiply_block(float (&acc)[W / 2], const uint32_t (&now)[16], uint32_t (&next)[16],
-                                               const Pipe& weights, int b, uint32_t n, Shared& shared,
+                                               const Pipe& weights, int b, RingPlace& at, Shared& shared,
                                                uint32_t stages) {
   weights.wait();
   __syncwarp();  // the other lanes' copies of block b + 1 have arrived, too, and all lanes have read block b
   const typename Pipe::Fragments fragments(weights.stage(b + 1));
-  mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
-  const uint64_t tokens = token_operand(stages, n);
+  auto raw = fragments.load(0);
+  mbarrier_wait(&shared.full[at.stage], at.parity);
+  const uint64_t tokens = token_operand(stages, at.stage);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
-    const auto raw = fragments.load(step);
     multiply_step<W>(acc, now + 4 * step, tokens + static_cast<uint64_t>(2 * step));
+    const auto next_raw = fragments.load(step < 3 ? step + 1 : 3);
     wgmma_wait<4>();  // this step of the block before has left its registers
     if (step == 3 && b > 0) {
-      release(shared, n - 1);
+      release(shared, at.previous());
     }
     fragments.expand(next + 4 * step, raw, step);
+    raw = next_raw;
   }
+  at.advance();
   weights.copy(b + kWeightStages);  // where block b was
 }
 
-// All blocks of k; the first is the n-th of all.
+// All blocks of k.
 template <int W, class Pipe>
-__device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weights, int k_blocks, uint32_t n,
+__device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weights, int k_blocks, RingPlace& at,
                                          Shared& shared, uint32_t stages) {
   uint32_t even[16];
   uint32_t odd[16];
@@ -247,22 +262,22 @@ __device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weight
   weights.copy(kWeightStages - 1);
   int b = 0;
   for (; b + 1 < k_blocks; b += 2) {
-    multiply_block<W>(acc, even, odd, weights, b, n + static_cast<uint32_t>(b), shared, stages);
-    multiply_block<W>(acc, odd, even, weights, b + 1, n + static_cast<uint32_t>(b + 1), shared, stages);
+    multiply_block<W>(acc, even, odd, weights, b, at, shared, stages);
+    multiply_block<W>(acc, odd, even, weights, b + 1, at, shared, stages);
   }
   if (b < k_blocks) {
-    multiply_block<W>(acc, even, odd, weights, b, n + static_cast<uint32_t>(b), shared, stages);
+    multiply_block<W>(acc, even, odd, weights, b, at, shared, stages);
   }
   wgmma_wait<0>();
   wgmma_hold(acc);
-  release(shared, n + static_cast<uint32_t>(k_blocks) - 1);
+  release(shared, at.previous());
 }
 
-// The steps of the adapters; the first is the n-th block of all.
+// The steps of the adapters.
 template <int W, class Pipe>
-__device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& weights, int k_blocks, uint32_t n,
+__device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& weights, int k_blocks, RingPlace& at,
                                                Shared& shared, uint32_t stages) {
-  for (int step = 0; step < weights.num_steps; ++step, ++n) {
+  for (int step = 0; step < weights.num_steps; ++step) {
     const int b = k_blocks + step;
     if (step > 0) {  // the end of k has waited for the first
       weights.wait();
@@ -272,15 +287,16 @@ __device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& 
     if (step > 0) {
       weights.copy(b + kWeightStages - 1);
     }
-    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));
-    const uint64_t tokens = token_operand(stages, n);
+    mbarrier_wait(&shared.full[at.stage], at.parity);
+    const uint64_t tokens = token_operand(stages, at.stage);
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       multiply_step<W>(acc, a + 4 * (part % 2), tokens + static_cast<uint64_t>(2 * part));
     }
     wgmma_wait<0>();
     wgmma_hold(acc);
-    release(shared, n);
+    release(shared, at.stage);
+    at.advance();
   }
 }
 
@@ -352,10 +368,7 @@ template <bool GATE_UP, int COUNT>
 __device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile;
   const int n_high = GATE_UP ? n_low : n_low + 8;
-  const int g = lane_index() / 4;
-  const int64_t bias = int64_t{work.expert} * p.rows;
-  const float low_bias = p.low_bias != nullptr && n_low + g < p.rows ? __ldg(p.low_bias + bias + n_low + g) : 0.0f;
-  const float high_bias = p.high_bias != nullptr && n_high + g < p.rows ? __ldg(p.high_bias + bias + n_high + g) : 0.0f;
+  const float2 bias = tile_bias<GATE_UP>(p, work.expert, tile);
   const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
 #pragma unroll
   for (int i = 0; i < COUNT; i += 4) {
@@ -363,8 +376,8 @@ __device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const Expe
     if (token >= work.count) {
       continue;
     }
-    const float low[2] = {acc[i] + low_bias, acc[i + 1] + low_bias};
-    const float high[2] = {acc[i + 2] + high_bias, acc[i + 3] + high_bias};
+    const float low[2] = {acc[i] + bias.x, acc[i + 1] + bias.x};
+    const float high[2] = {acc[i + 2] + bias.y, acc[i + 3] + bias.y};
     if constexpr (GATE_UP) {
       store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
                   activate(p.activation, p.limit, low[1], high[1]), in_pairs);
@@ -384,19 +397,17 @@ struct Multiplier {
   int row_blocks;
   WeightPipe<GATE_UP, Source> weights;
   int item = 0;
-  uint32_t n = 0;    // blocks of tokens used
+  RingPlace at;      // of the next block of tokens
   uint32_t nth = 0;  // items done
 
   __device__ __forceinline__ void run(Work& work, int items) {
     const TileTokens& tokens = shared.tokens[nth % 2];
-    mbarrier_wait(&shared.full[stage_of(n)], parity_of(n));  // then the tokens are described
+    mbarrier_wait(&shared.full[at.stage], at.parity);  // then the tokens are described
     weights.continue_with(tokens);
     float acc[W / 2] = {};
-    multiply<W>(acc, weights, p.k_blocks, n, shared, stages);
-    n += static_cast<uint32_t>(p.k_blocks);
+    multiply<W>(acc, weights, p.k_blocks, at, shared, stages);
     if (p.lora.row_slot != nullptr) {
-      multiply_steps<W>(acc, weights, p.k_blocks, n, shared, stages);
-      n += static_cast<uint32_t>(weights.num_steps);
+      multiply_steps<W>(acc, weights, p.k_blocks, at, shared, stages);
     }
     const Work done = work;
     item += static_cast<int>(gridDim.x);

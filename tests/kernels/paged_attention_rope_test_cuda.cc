@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // paged_attention_cuda that rotates and writes K and V itself, against rope_kv_write_cuda followed by
 // paged_attention_cuda: the same pool bit for bit and the same outputs, in one kernel and where that is not possible.
+// The one is recorded behind a norm that writes q, and may begin before that has ended; the others wait for each other.
 // The rows' own places in the pages are NaN before. Without a GPU it says that it was skipped.
 #include <cmath>
 
 #include "kernels/attention/paged_attention.h"
 #include "kernels/cuda/cuda_stream.cuh"
+#include "kernels/dense/rms_norm.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_rows.h"
 #include "tests/support/stored_matrix.h"
@@ -51,7 +53,8 @@ struct RotatedCase {
     const int64_t q_width = int64_t{shape.heads} * shape.head_dim;
     const int64_t kv_width = int64_t{shape.kv_heads} * shape.head_dim;
     const auto values = [&](int64_t width) { return draw.floats(static_cast<size_t>(rows * width), 2.0f); };
-    const DeviceRows q(rows, q_width, Dtype::kF32, values(q_width), q_width + extra_stride);
+    const DeviceRows x(rows, q_width, Dtype::kF32, values(q_width));
+    const DeviceRows q(rows, q_width, Dtype::kF32, q_width + extra_stride);
     const DeviceRows k(rows, kv_width, Dtype::kF32, values(kv_width), kv_width + extra_stride);
     const DeviceRows v(rows, kv_width, Dtype::kF32, values(kv_width), kv_width + extra_stride);
     const DeviceRows out(rows, q_width, Dtype::kF32);
@@ -68,6 +71,13 @@ struct RotatedCase {
     const DeviceBuffer inv_freq(frequencies), begins(begin), places(positions), owners(sequences);
     const DeviceBuffer scratch(paged_attention_scratch_bytes(lengths.size(), static_cast<size_t>(shape.heads),
                                                              static_cast<size_t>(shape.head_dim)));
+    const DeviceBuffer ones(std::vector<float>(static_cast<size_t>(q_width), 1.0f));
+    RmsNormArgs before;
+    before.x = x.view();
+    before.weight = {ones.data(), Dtype::kF32, 1, static_cast<int32_t>(q_width)};
+    before.num_rows = static_cast<int32_t>(rows);
+    before.width = static_cast<int32_t>(q_width);
+    before.out = q.view();
     RopeKvWriteArgs rope;
     rope.q = q.view();
     rope.k = k.view();
@@ -105,16 +115,34 @@ struct RotatedCase {
     CudaStream& state = cuda_state(*gpu()->stream);
     const int capability = state.compute_capability;
     state.compute_capability = without_clusters ? 80 : capability;
-    if (!together) {
+    if (together) {
+      run_recorded(before, args);
+    } else {
+      rms_norm_cuda(before, *gpu()->stream);
+      gpu()->device->synchronize(*gpu()->stream);
       rope_kv_write_cuda(rope, *gpu()->stream);
+      gpu()->device->synchronize(*gpu()->stream);
+      paged_attention_cuda(args, *gpu()->stream);
     }
-    paged_attention_cuda(args, *gpu()->stream);
     state.compute_capability = capability;
     device_kv.pull(kv);
     CHECK((out.padding_intact() && q.padding_intact() && k.padding_intact() && v.padding_intact()));
     CHECK((scratch.guard_intact() && device_kv.guard_intact()));
     const auto* pool = reinterpret_cast<const char*>(kv.pool().data());
     return {out.values(), {pool, pool + kv.pool().size()}};
+  }
+
+  // Twice: K and V are written anew, q too.
+  static void run_recorded(const RmsNormArgs& before, const PagedAttentionArgs& args) {
+    Stream& stream = *gpu()->stream;
+    gpu()->device->begin_recording(stream);
+    for (int i = 0; i < 2; ++i) {
+      rms_norm_cuda(before, stream);
+      paged_attention_cuda(args, stream);
+    }
+    const std::unique_ptr<Graph> graph = gpu()->device->end_recording(stream);
+    gpu()->device->launch(*graph, stream);
+    gpu()->device->synchronize(stream);
   }
 
   void check() const {
