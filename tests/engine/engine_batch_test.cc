@@ -7,49 +7,6 @@
 namespace moelora::test {
 namespace {
 
-std::vector<int32_t> random_prompt(std::mt19937& random, size_t length, int32_t vocab) {
-  std::vector<int32_t> prompt(length);
-  for (int32_t& token : prompt) {
-    token = static_cast<int32_t>(random() % static_cast<unsigned>(vocab));
-  }
-  return prompt;
-}
-
-struct Answer {
-  std::vector<int32_t> tokens;
-  std::vector<float> logits;
-  bool operator==(const Answer& other) const { return tokens == other.tokens && logits == other.logits; }
-};
-
-Request make_request(const std::vector<int32_t>& prompt, const std::shared_ptr<Adapter>& adapter, float scale = 1.0f) {
-  Request request;
-  request.prompt = prompt;
-  request.adapter = adapter;
-  request.scale = scale;
-  request.capture_from = 0;
-  request.sampling.max_tokens = 9;
-  request.sampling.ignore_eos = true;
-  return request;
-}
-
-std::vector<Answer> answers(Engine& engine, const std::vector<Request>& requests) {
-  std::vector<std::shared_ptr<Submission>> submissions;
-  for (const Request& request : requests) {
-    submissions.push_back(make_submission(engine, request));
-  }
-  std::vector<Error> errors;
-  engine.submit_batch(submissions, &errors);
-  std::vector<Answer> result;
-  for (size_t i = 0; i < submissions.size(); ++i) {
-    REQUIRE(errors[i].status() == Status::kOk);
-    Answer answer;
-    answer.tokens = read_all(*submissions[i]);
-    answer.logits = captured(*submissions[i], engine.info().config.vocab_size);
-    result.push_back(std::move(answer));
-  }
-  return result;
-}
-
 std::shared_ptr<Engine> open(const char* name, int64_t batch_tokens = 512, int64_t threads = 2) {
   EngineOptions options;
   options.num_threads = threads;
@@ -69,20 +26,20 @@ TEST_CASE("base rows keep their bits beside adapter rows and after them", "[engi
     const int32_t vocab = plain->info().config.vocab_size;
     const auto a = random_prompt(random, 37, vocab);
     const auto b = random_prompt(random, 5, vocab);
-    const Answer alone_a = answers(*plain, {make_request(a, nullptr)})[0];
-    const Answer alone_b = answers(*plain, {make_request(b, nullptr)})[0];
+    const Answer alone_a = answers(*plain, {batch_request(a, nullptr)})[0];
+    const Answer alone_b = answers(*plain, {batch_request(b, nullptr)})[0];
 
     const auto engine = open(name);
     const auto attn = load_adapter(*engine, case_dir(name) + "/adapters/attn", "attn");
     const auto experts = load_adapter(*engine, case_dir(name) + "/adapters/experts", "experts");
-    CHECK(answers(*engine, {make_request(a, nullptr)})[0] == alone_a);
-    const auto mixed = answers(*engine, {make_request(a, nullptr), make_request(a, attn), make_request(b, experts),
-                                         make_request(b, nullptr), make_request(b, attn)});
+    CHECK(answers(*engine, {batch_request(a, nullptr)})[0] == alone_a);
+    const auto mixed = answers(*engine, {batch_request(a, nullptr), batch_request(a, attn), batch_request(b, experts),
+                                         batch_request(b, nullptr), batch_request(b, attn)});
     CHECK(mixed[0] == alone_a);
     CHECK(mixed[3] == alone_b);
     CHECK(mixed[1].logits != alone_a.logits);
     CHECK(mixed[2].logits != alone_b.logits);
-    CHECK(answers(*engine, {make_request(b, nullptr)})[0] == alone_b);
+    CHECK(answers(*engine, {batch_request(b, nullptr)})[0] == alone_b);
   }
 }
 
@@ -93,9 +50,9 @@ TEST_CASE("a row does not depend on neighbours, chunk borders or threads", "[eng
   const auto experts_2d = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/experts_2d", "y");
   std::vector<Request> requests;
   for (size_t i = 0; i < 12; ++i) {
-    requests.push_back(make_request(random_prompt(random, 1 + random() % 90, 320),
-                                    i % 3 == 0 ? nullptr : (i % 3 == 1 ? experts : experts_2d),
-                                    0.25f * static_cast<float>(i)));
+    requests.push_back(batch_request(random_prompt(random, 1 + random() % 90, 320),
+                                     i % 3 == 0 ? nullptr : (i % 3 == 1 ? experts : experts_2d),
+                                     0.25f * static_cast<float>(i)));
   }
   const auto together = answers(*engine, requests);
   for (size_t i = 0; i < requests.size(); ++i) {
@@ -118,8 +75,8 @@ TEST_CASE("scale 0 is the base to the bit, and scale acts per request", "[engine
   const auto engine = open("mixtral");
   const auto adapter = load_adapter(*engine, case_dir("mixtral") + "/adapters/attn_experts", "x");
   const auto prompt = random_prompt(random, 20, 320);
-  const auto result = answers(*engine, {make_request(prompt, nullptr), make_request(prompt, adapter, 0.0f),
-                                        make_request(prompt, adapter, 0.5f), make_request(prompt, adapter, 1.0f)});
+  const auto result = answers(*engine, {batch_request(prompt, nullptr), batch_request(prompt, adapter, 0.0f),
+                                        batch_request(prompt, adapter, 0.5f), batch_request(prompt, adapter, 1.0f)});
   CHECK(result[0] == result[1]);
   CHECK(result[2].logits != result[3].logits);
   CHECK(result[2].logits != result[0].logits);
@@ -145,7 +102,7 @@ TEST_CASE("preemption and eviction change nothing in the answers", "[engine]") {
       adapters.push_back(load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/" + name, name));
     }
     for (size_t i = 0; i < 10; ++i) {
-      Request request = make_request(random_prompt(random, 20 + 7 * i, 320), adapters[i % adapters.size()]);
+      Request request = batch_request(random_prompt(random, 20 + 7 * i, 320), adapters[i % adapters.size()]);
       request.sampling.max_tokens = 60;
       request.sampling.repetition_penalty = i % 2 == 0 ? 1.0f : 1.3f;
       request.capture_from = -1;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -93,6 +94,50 @@ inline double difference(const std::vector<float>& a, const std::vector<float>& 
 inline std::shared_ptr<Adapter> load_adapter(Engine& engine, const std::string& dir, const std::string& name) {
   return engine.register_adapter(name, load_adapter_dir(dir, engine.info().config, engine.adapter_load_options()), 1.0f,
                                  false);
+}
+
+inline std::vector<int32_t> random_prompt(std::mt19937& random, size_t length, int32_t vocab) {
+  std::vector<int32_t> prompt(length);
+  for (int32_t& token : prompt) {
+    token = static_cast<int32_t>(random() % static_cast<unsigned>(vocab));
+  }
+  return prompt;
+}
+
+struct Answer {
+  std::vector<int32_t> tokens;
+  std::vector<float> logits;
+  bool operator==(const Answer& other) const { return tokens == other.tokens && logits == other.logits; }
+};
+
+inline Request batch_request(const std::vector<int32_t>& prompt, const std::shared_ptr<Adapter>& adapter,
+                             float scale = 1.0f) {
+  Request request;
+  request.prompt = prompt;
+  request.adapter = adapter;
+  request.scale = scale;
+  request.capture_from = 0;
+  request.sampling.max_tokens = 9;
+  request.sampling.ignore_eos = true;
+  return request;
+}
+
+inline std::vector<Answer> answers(Engine& engine, const std::vector<Request>& requests) {
+  std::vector<std::shared_ptr<Submission>> submissions;
+  for (const Request& request : requests) {
+    submissions.push_back(make_submission(engine, request));
+  }
+  std::vector<Error> errors;
+  engine.submit_batch(submissions, &errors);
+  std::vector<Answer> result;
+  for (size_t i = 0; i < submissions.size(); ++i) {
+    REQUIRE(errors[i].status() == Status::kOk);
+    Answer answer;
+    answer.tokens = read_all(*submissions[i]);
+    answer.logits = captured(*submissions[i], engine.info().config.vocab_size);
+    result.push_back(std::move(answer));
+  }
+  return result;
 }
 
 }  // namespace moelora::test
