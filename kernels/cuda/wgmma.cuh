@@ -118,16 +118,17 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint3
                        "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
 #define MOELORA_D32 MOELORA_D16(0)
 #define MOELORA_D64 MOELORA_D32, MOELORA_D16(16)
-#define MOELORA_D128 MOELORA_D64, MOELORA_D16(32), MOELORA_D16(48)
-#define MOELORA_D256 MOELORA_D128, MOELORA_D16(64), MOELORA_D16(80), MOELORA_D16(96), MOELORA_D16(112)
+#define MOELORA_D96 MOELORA_D64, MOELORA_D16(32)
+#define MOELORA_D144 MOELORA_D96, MOELORA_D16(48), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
+                     "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define MOELORA_D192 MOELORA_D96, MOELORA_D16(48), MOELORA_D16(64), MOELORA_D16(80)
 #define MOELORA_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define MOELORA_R64 MOELORA_R32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define MOELORA_R128 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47" \
-                     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-#define MOELORA_R256 MOELORA_R128 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
-                     ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95" \
-                     ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
-                     ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define MOELORA_R96 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define MOELORA_R144 MOELORA_R96 \
+                     ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71"
+#define MOELORA_R192 MOELORA_R144 \
+                     ",%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
 // Operands after the accumulators: four registers of A, the descriptor of B.
 #ifdef MOELORA_SM90A
 #define MOELORA_WGMMA(n, a0, a1, a2, a3, b0)                                                          \
@@ -146,8 +147,9 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint3
 #endif
 MOELORA_WGMMA(32, 16, 17, 18, 19, 20)
 MOELORA_WGMMA(64, 32, 33, 34, 35, 36)
-MOELORA_WGMMA(128, 64, 65, 66, 67, 68)
-MOELORA_WGMMA(256, 128, 129, 130, 131, 132)
+MOELORA_WGMMA(96, 48, 49, 50, 51, 52)
+MOELORA_WGMMA(144, 72, 73, 74, 75, 76)
+MOELORA_WGMMA(192, 96, 97, 98, 99, 100)
 #undef MOELORA_WGMMA
 // clang-format on
 

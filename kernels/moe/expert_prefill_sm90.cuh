@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of many tokens an expert on sm_90a: a grouped GEMM over (expert, 128 rows of the weight operand, up
-// to 256 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
+// to 192 tokens). Two warpgroups of 64 rows multiply (wgmma), with the weights as the operand in registers, so that
 // MXFP4 is expanded between load and product; a third fills shared memory with tokens. Each multiplying warp copies its
 // own 16 rows of weights into shared memory, kWeightStages blocks of 64 inputs ahead, and fetches them from there. An
-// expert's tokens are cut into tiles of 256, or of 128 where experts have few. Tokens lie in shared memory as in
+// expert's tokens are cut into tiles of one width, chosen for the whole launch. Tokens lie in shared memory as in
 // global memory, so that they are copied asynchronously, 16 bytes at a time; the weights' fragments are put in the
-// order of wgmma when they are fetched (an instruction or two more a register, once for 256 tokens). The steps of
+// order of wgmma when they are fetched (an instruction or two more a register, once for 192 tokens). The steps of
 // adapters, whose B comes in chunks of 8 ranks a lane, keep the order of kernels/cuda/mma_tile.cuh: a token's 16-byte
 // piece 4c + w holds words w of chunks 4c .. 4c + 3. Limited by the tensor cores and by reading tokens and weights from
 // L2. Tried: tokens through registers, their words put into the order of the weights' chunks on the way to shared
@@ -13,6 +13,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 
 #include "kernels/moe/expert_prefill_tile.cuh"
 
@@ -21,41 +22,34 @@ namespace sm90 {
 
 // Registers a thread. They are dealt out from those that the block was started with, 168 a thread; a warpgroup that
 // asks for more than the others have given back waits for ever.
+constexpr int kMultiplyRegisters = 216;
+constexpr int kFillRegisters = 72;
 constexpr int kStartRegisters = 65536 / kThreads / 8 * 8;
-constexpr int multiply_registers(int width) {
-  return width > 128 ? 224 : 208;
-}
-constexpr int fill_registers(int width) {
-  return (kStartRegisters * kThreads - multiply_registers(width) * kMultiplyThreads) / kFillThreads / 8 * 8;
-}
-constexpr int kMaxTokenStages = 5;
+static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * kFillThreads <= kStartRegisters * kThreads);
+constexpr int kTokenStages = 5;
 constexpr int kWeightStages = 4;
+constexpr int kTokenStageBytes = kMaxTokens * 128;
 constexpr int kStageAlignment = 1024;
 
 struct Shared {
   ExpertTiles tiles;
   TileTokens tokens[2];  // of this item and of the one that is filled ahead
-  uint64_t full[kMaxTokenStages];
-  uint64_t empty[kMaxTokenStages];
+  uint64_t full[kTokenStages];
+  uint64_t empty[kTokenStages];
   uint64_t tokens_empty[2];
 };
 
-constexpr int token_stage_bytes(int width) {
-  return width * 128;
-}
-
 // A stage of the ring of tokens, and the parity of its use.
-template <int STAGES>
 struct RingPlace {
   int stage = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
+    if (++stage == kTokenStages) {
       stage = 0;
       parity ^= 1;
     }
   }
-  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? STAGES - 1 : stage - 1; }
+  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? kTokenStages - 1 : stage - 1; }
 };
 
 // --- The warpgroup that fills.
@@ -64,48 +58,46 @@ struct RingPlace {
 // has released the one before the previous one, so that the filler can always go on by kFillLag; a stage more lets it
 // do that before the release.
 constexpr int kFillLag = 2;
+static_assert(kTokenStages > kFillLag + 2);
 constexpr int kRowsTogether = kFillThreads / 8;
 
-template <bool GATE_UP, int W, int STAGES>
+template <bool GATE_UP, int W>
 struct Filler {
-  static_assert(STAGES >= kFillLag + 2);
   const ExpertGemm& p;
   Shared& shared;
   std::byte* stages;
   int active;
   int row_blocks;
-  RingPlace<STAGES> at;         // of the next block to fill
-  RingPlace<STAGES> published;  // of the next block to publish
-  uint32_t nth = 0;             // items filled
+  RingPlace at;         // of the next block to fill
+  RingPlace published;  // of the next block to publish
+  int unpublished = 0;  // blocks between them
+  uint32_t nth = 0;     // items filled
 
   __device__ __forceinline__ int thread() const { return static_cast<int>(threadIdx.x) - kMultiplyThreads; }
   __device__ __forceinline__ std::byte* wait_empty() {
     mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
-    return stages + at.stage * token_stage_bytes(W);
+    return stages + at.stage * kTokenStageBytes;
   }
   __device__ __forceinline__ void arrive_full() {
     mbarrier_arrive(&shared.full[published.stage]);
     published.advance();
-  }
-  // Blocks between the two places, fewer than stages.
-  [[nodiscard]] __device__ __forceinline__ int unpublished() const {
-    const int stages_ahead = at.stage - published.stage;
-    return stages_ahead < 0 ? stages_ahead + STAGES : stages_ahead;
+    --unpublished;
   }
   // Ends a block that this thread has written its part of, or has started to copy.
   __device__ __forceinline__ void publish() {
     async_commit();
     at.advance();
+    ++unpublished;
     async_wait<kFillLag>();
     fence_for_wgmma();
-    if (unpublished() > kFillLag) {
+    if (unpublished > kFillLag) {
       arrive_full();
     }
   }
   __device__ __forceinline__ void publish_rest() {
     async_wait<0>();
     fence_for_wgmma();
-    while (unpublished() > 0) {
+    while (unpublished > 0) {
       arrive_full();
     }
   }
@@ -145,9 +137,8 @@ struct Filler {
     }
   }
   __device__ __forceinline__ void fill_all() {
-    // The number of items is read again each time: this warpgroup has no register to keep it.
-    for (int item = static_cast<int>(blockIdx.x); item < shared.tiles.begin[active] * row_blocks;
-         item += static_cast<int>(gridDim.x)) {
+    const int items = shared.tiles.begin[active] * row_blocks;
+    for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
       const Work work = find_tile<W>(p, shared.tiles, active, row_blocks, item);
       mbarrier_wait(&shared.tokens_empty[nth % 2], nth / 2 % 2 ^ 1);
       describe_tokens<GATE_UP, W>(p, work, shared.tokens[nth % 2], thread());
@@ -210,20 +201,6 @@ struct WeightPipe {
   __device__ __forceinline__ void wait() const { async_wait<kWeightStages - 2>(); }
 };
 
-// What fits beside the weights' stages and struct Shared.
-template <class Source, int W>
-constexpr int token_stages() {
-  constexpr int kSharedMemory = 227 * 1024;
-  constexpr int kLeft = kSharedMemory - static_cast<int>(sizeof(Shared)) - kStageAlignment -
-                        kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
-  return kLeft / token_stage_bytes(W) < kMaxTokenStages ? kLeft / token_stage_bytes(W) : kMaxTokenStages;
-}
-template <class Source, int W>
-constexpr int shared_bytes() {
-  return kStageAlignment + token_stages<Source, W>() * token_stage_bytes(W) +
-         kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
-}
-
 // 16 inputs of W tokens, as one group; `tokens` describes their operand.
 template <int W>
 __device__ __forceinline__ void multiply_step(float (&acc)[W / 2], const uint32_t* a, uint64_t tokens) {
@@ -231,9 +208,8 @@ __device__ __forceinline__ void multiply_step(float (&acc)[W / 2], const uint32_
   wgmma_m64k16<W>(acc, a, tokens);
   wgmma_commit();
 }
-template <int W>
 __device__ __forceinline__ uint64_t token_operand(uint32_t stages, int stage) {
-  return wgmma_descriptor(stages + static_cast<uint32_t>(stage * token_stage_bytes(W)));
+  return wgmma_descriptor(stages + static_cast<uint32_t>(stage * kTokenStageBytes));
 }
 
 __device__ __forceinline__ void release(Shared& shared, int stage) {
@@ -245,15 +221,16 @@ __device__ __forceinline__ void release(Shared& shared, int stage) {
 // Block b, its tokens at `at`: `now` are its weights, `next` becomes those of the block after it (at the end of k: what
 // nobody uses), step by step between the products: few of them can wait for the tensor cores, so that all of a block's
 // at once would leave the tensor cores idle while the next weights are expanded.
-template <int W, class Pipe, class Place>
+template <int W, class Pipe>
 __device__ __forceinline__ void multiply_block(float (&acc)[W / 2], const uint32_t (&now)[16], uint32_t (&next)[16],
-                                               const Pipe& weights, int b, Place& at, Shared& shared, uint32_t stages) {
+                                               const Pipe& weights, int b, RingPlace& at, Shared& shared,
+                                               uint32_t stages) {
   weights.wait();
   __syncwarp();  // the other lanes' copies of block b + 1 have arrived, too, and all lanes have read block b
   const typename Pipe::Fragments fragments(weights.stage(b + 1));
   auto raw = fragments.load(0);
   mbarrier_wait(&shared.full[at.stage], at.parity);
-  const uint64_t tokens = token_operand<W>(stages, at.stage);
+  const uint64_t tokens = token_operand(stages, at.stage);
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     multiply_step<W>(acc, now + 4 * step, tokens + static_cast<uint64_t>(2 * step));
@@ -270,8 +247,8 @@ __device__ __forceinline__ void multiply_block(float (&acc)[W / 2], const uint32
 }
 
 // All blocks of k.
-template <int W, class Pipe, class Place>
-__device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weights, int k_blocks, Place& at,
+template <int W, class Pipe>
+__device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weights, int k_blocks, RingPlace& at,
                                          Shared& shared, uint32_t stages) {
   uint32_t even[16];
   uint32_t odd[16];
@@ -297,8 +274,8 @@ __device__ __forceinline__ void multiply(float (&acc)[W / 2], const Pipe& weight
 }
 
 // The steps of the adapters.
-template <int W, class Pipe, class Place>
-__device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& weights, int k_blocks, Place& at,
+template <int W, class Pipe>
+__device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& weights, int k_blocks, RingPlace& at,
                                                Shared& shared, uint32_t stages) {
   for (int step = 0; step < weights.num_steps; ++step) {
     const int b = k_blocks + step;
@@ -311,7 +288,7 @@ __device__ __forceinline__ void multiply_steps(float (&acc)[W / 2], const Pipe& 
       weights.copy(b + kWeightStages - 1);
     }
     mbarrier_wait(&shared.full[at.stage], at.parity);
-    const uint64_t tokens = token_operand<W>(stages, at.stage);
+    const uint64_t tokens = token_operand(stages, at.stage);
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
       multiply_step<W>(acc, a + 4 * (part % 2), tokens + static_cast<uint64_t>(2 * part));
@@ -420,8 +397,8 @@ struct Multiplier {
   int row_blocks;
   WeightPipe<GATE_UP, Source> weights;
   int item = 0;
-  RingPlace<token_stages<Source, W>()> at;  // of the next block of tokens
-  uint32_t nth = 0;                         // items done
+  RingPlace at;      // of the next block of tokens
+  uint32_t nth = 0;  // items done
 
   __device__ __forceinline__ void run(Work& work, int items) {
     const TileTokens& tokens = shared.tokens[nth % 2];
@@ -466,17 +443,22 @@ struct Multiplier {
   }
 };
 
+template <class Source>
+constexpr int shared_bytes() {
+  return kStageAlignment + kTokenStages * kTokenStageBytes +
+         kMultiplyWarps * kWeightStages * WeightPipe<true, Source>::kStageBytes;
+}
+
 template <bool GATE_UP, class Source, int W>
 __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid_constant__ ExpertGemm p) {
 #ifdef MOELORA_SM90A
   extern __shared__ uint4 dynamic_shared[];
   __shared__ Shared shared;
   const uint32_t misaligned = shared_address(dynamic_shared) % kStageAlignment;
-  constexpr int kStages = token_stages<Source, W>();
-  std::byte* const token_memory =
+  std::byte* const token_stages =
       reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kStageAlignment - misaligned);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < kTokenStages; ++i) {
       mbarrier_init(&shared.full[i], kFillThreads);
       mbarrier_init(&shared.empty[i], kMultiplyWarps);
     }
@@ -486,19 +468,36 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
   const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
   const int active = count_tiles<W>(p, shared.tiles);  // its barrier makes the mbarriers known, too
   if (threadIdx.x < kMultiplyThreads) {
-    take_registers<multiply_registers(W)>();
+    take_registers<kMultiplyRegisters>();
     using Pipe = WeightPipe<GATE_UP, Source>;
     std::byte* const weight_stages =
-        token_memory + kStages * token_stage_bytes(W) + warp_index() * kWeightStages * Pipe::kStageBytes;
-    Multiplier<GATE_UP, Source, W> multiplier{p,      shared,     shared_address(token_memory),
+        token_stages + kTokenStages * kTokenStageBytes + warp_index() * kWeightStages * Pipe::kStageBytes;
+    Multiplier<GATE_UP, Source, W> multiplier{p,      shared,     shared_address(token_stages),
                                               active, row_blocks, Pipe{p, weight_stages}};
     multiplier.run_all();
   } else {
-    give_registers<fill_registers(W)>();
-    Filler<GATE_UP, W, kStages> filler{p, shared, token_memory, active, row_blocks};
+    give_registers<kFillRegisters>();
+    Filler<GATE_UP, W> filler{p, shared, token_stages, active, row_blocks};
     filler.fill_all();
   }
 #endif
+}
+
+// The width that wastes the least for experts of as many tokens as an average one and a little more: all tiles of a
+// launch have one width, as accumulators for several would not fit.
+inline int tile_width(int64_t num_pairs, int num_experts) {
+  const double average = static_cast<double>(num_pairs) / num_experts;
+  const double most = average + 1.5 * std::sqrt(average);
+  int best = 0;
+  double least = 0.0;
+  for (const int width : {192, 144, 96}) {
+    const double padded = std::ceil(most / width) * width * (1.0 + 16.0 / width);  // narrow tiles expand weights again
+    if (best == 0 || padded < least) {
+      best = width;
+      least = padded;
+    }
+  }
+  return best;
 }
 
 }  // namespace sm90
@@ -511,7 +510,7 @@ bool launch_expert_prefill_of(const ExpertGemm& p, int64_t num_pairs, int max_ac
   if (!usable) {
     return false;
   }
-  constexpr int kSharedBytes = sm90::shared_bytes<Source, W>();
+  constexpr int kSharedBytes = sm90::shared_bytes<Source>();
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of the expert product");
   const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
@@ -526,11 +525,14 @@ bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_
     return false;
   }
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
-  // A block of 256 tokens takes hardly longer than one of fewer: the weights are expanded for both.
-  constexpr int kTokensForWide = 96;
-  return num_pairs > int64_t{kTokensForWide} * num_experts
-             ? launch_expert_prefill_of<GATE_UP, Source, 256>(p, num_pairs, max_active, state)
-             : launch_expert_prefill_of<GATE_UP, Source, 128>(p, num_pairs, max_active, state);
+  switch (sm90::tile_width(num_pairs, num_experts)) {
+    case 96:
+      return launch_expert_prefill_of<GATE_UP, Source, 96>(p, num_pairs, max_active, state);
+    case 144:
+      return launch_expert_prefill_of<GATE_UP, Source, 144>(p, num_pairs, max_active, state);
+    default:
+      return launch_expert_prefill_of<GATE_UP, Source, 192>(p, num_pairs, max_active, state);
+  }
 }
 
 }  // namespace moelora

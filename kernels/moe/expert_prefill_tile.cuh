@@ -20,7 +20,7 @@ constexpr int kFillThreads = 128;
 constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kMaxTokens = 256;            // of a tile
+constexpr int kMaxTokens = 192;            // of a tile
 constexpr int kStepPanels = 4;             // panels of 8 ranks, of a step
 
 // One work item: a tile of an expert.
