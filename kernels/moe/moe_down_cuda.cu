@@ -5,9 +5,9 @@
 // kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
 // shrink and expand (kernels/moe/expert_expand.cuh) are two.
-// H200, as in moe_gate_up_cuda.cu: gpt-oss-20b 1 row 16.0 us for 18 MB, 64 rows 66 us for 94 MB, with 8 adapters 118,
-// 4096 rows 1.35 ms = 201 TFLOP/s; Qwen3-30B-A3B 1 row 14.6 us for 25 MB, 64 rows 121 us for 398 MB = 73 % of the
-// ceiling, with 8 adapters 215 us, 2048 rows 519 us = 99 TFLOP/s.
+// H200, as in moe_gate_up_cuda.cu: gpt-oss-20b 1 row 15.7 us for 18 MB, 64 rows 60 us for 95 MB, with 8 adapters 88,
+// 4096 rows 704 us = 386 TFLOP/s, with 1 adapter 842; Qwen3-30B-A3B 1 row 14.6 us for 25 MB, 64 rows 108 us for 399 MB
+// = 82 % of the ceiling, with 8 adapters 164 us, 4096 rows 403 us = 256 TFLOP/s.
 #include "kernels/moe/moe_down.h"
 
 #include "kernels/moe/expert_launch.cuh"

@@ -7,10 +7,11 @@
 // With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
 // shrink and expand (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s:
-//   gpt-oss-20b (MXFP4)    1 row 20.6 us for 35 MB; 64 rows, 21 experts 114 us for 188 MB; with 8 adapters of rank 32
-//                          200 us; 1 row with 1 adapter 32 us; 4096 rows 2.67 ms = 203 TFLOP/s
-//   Qwen3-30B-A3B (bf16)   1 row 19.5 us for 50 MB; 64 rows 198 us for 797 MB = 88 % of the ceiling; with 8 adapters
-//                          313 us; 2048 rows 924 us = 111 TFLOP/s (about 128 tokens an expert)
+//   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB; 64 rows, 21 experts 104 us for 189 MB, with 8 adapters of rank 32
+//                          155 us; 1 row with 1 adapter 23.9 us; 4096 rows 1.40 ms = 389 TFLOP/s, with 1 adapter 1.69
+//                          ms
+//   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling; with 8 adapters
+//                          276 us; 4096 rows 667 us = 309 TFLOP/s (about 256 tokens an expert)
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"
