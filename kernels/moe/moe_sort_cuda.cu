@@ -21,15 +21,14 @@ constexpr int SMALL_PAIRS = 512;
 constexpr int DIGIT_BITS = 8;  // of a slot, sorted by in one pass
 constexpr unsigned ALL = 0xffffffffu;
 
-template <int WARPS, bool SMALL>
+template <int WARPS>
 struct Shared {
-  static constexpr int BATCH = SMALL ? 1 : 4;  // groups of 32 items whose keys a warp loads at once
   // While counting: items of each key in the warp's run; afterwards: of the key in runs before it and already placed.
   uint16_t before[WARPS][MAX_EXPERTS];
   int begin[MAX_EXPERTS + 4];  // items of lower keys; a multiple of 16 bytes, so that no wide load spans two arrays
   uint32_t warp_sum[WARPS];
-  int32_t slot_at[SMALL ? SMALL_PAIRS : 1];                // of sorted position
-  unsigned heads[(SMALL ? SMALL_PAIRS : MAX_PAIRS) / 32];  // bit i % 32 of word i / 32: position i begins a segment
+  int32_t slot_at[SMALL_PAIRS];      // of sorted position
+  unsigned heads[SMALL_PAIRS / 32];  // bit i % 32 of word i / 32: position i begins a segment
 };
 
 // The items [begin, end) of this warp, a multiple of 32 but for the last.
@@ -44,14 +43,11 @@ __device__ __forceinline__ Run warp_run(int count) {
   return {begin, begin + length < count ? begin + length : count};
 }
 
-// Keys of the items base + lane, base + 32 + lane, ... of a run; -1 beyond it.
-template <int BATCH, class Key>
-__device__ __forceinline__ void load_keys(const Run& run, int base, const Key& key_of, int (&keys)[BATCH]) {
-#pragma unroll
-  for (int b = 0; b < BATCH; ++b) {
-    const int item = base + 32 * b + static_cast<int>(threadIdx.x % 32);
-    keys[b] = item < run.end ? key_of(item) : -1;
-  }
+// Key of this lane's item of those from `base` on; -1 beyond the run.
+template <class Key>
+__device__ __forceinline__ int load_key(const Run& run, int base, const Key& key_of) {
+  const int item = base + static_cast<int>(threadIdx.x % 32);
+  return item < run.end ? key_of(item) : -1;
 }
 
 // Sum of `value` over lower threads; `total` over all. `warp_sum` may be reused after another barrier.
@@ -83,8 +79,8 @@ __device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t
 
 // Counts keys and prepares their places. Returns the number of keys below the thread's own (key = threadIdx.x) that
 // occur, `own` = how often its own does, `active` = how many keys occur at all. Ends with a barrier.
-template <int WARPS, bool SMALL, class Key>
-__device__ __forceinline__ int count_keys(Shared<WARPS, SMALL>& s, int count, int num_keys, const Key& key_of, int* own,
+template <int WARPS, class Key>
+__device__ __forceinline__ int count_keys(Shared<WARPS>& s, int count, int num_keys, const Key& key_of, int* own,
                                           int* active) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
@@ -93,18 +89,13 @@ __device__ __forceinline__ int count_keys(Shared<WARPS, SMALL>& s, int count, in
   }
   __syncwarp();
   const Run run = warp_run<WARPS>(count);
-  constexpr int BATCH = Shared<WARPS, SMALL>::BATCH;
-  for (int base = run.begin; base < run.end; base += 32 * BATCH) {
-    int keys[BATCH];
-    load_keys(run, base, key_of, keys);
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const unsigned peers = __match_any_sync(ALL, keys[b]);
-      if (keys[b] >= 0 && lane == __ffs(static_cast<int>(peers)) - 1) {
-        s.before[warp][keys[b]] += static_cast<uint16_t>(__popc(peers));
-      }
-      __syncwarp();
+  for (int base = run.begin; base < run.end; base += 32) {
+    const int key = load_key(run, base, key_of);
+    const unsigned peers = __match_any_sync(ALL, key);
+    if (key >= 0 && lane == __ffs(static_cast<int>(peers)) - 1) {
+      s.before[warp][key] += static_cast<uint16_t>(__popc(peers));
     }
+    __syncwarp();
   }
   __syncthreads();  // all counts are there
   const int key = threadIdx.x;
@@ -133,29 +124,23 @@ __device__ __forceinline__ int count_keys(Shared<WARPS, SMALL>& s, int count, in
 }
 
 // Calls emit(item, position) for every item, positions by (key, item). Ends with a barrier.
-template <int WARPS, bool SMALL, class Key, class Emit>
-__device__ __forceinline__ void place_items(Shared<WARPS, SMALL>& s, int count, const Key& key_of, const Emit& emit) {
+template <int WARPS, class Key, class Emit>
+__device__ __forceinline__ void place_items(Shared<WARPS>& s, int count, const Key& key_of, const Emit& emit) {
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const Run run = warp_run<WARPS>(count);
-  constexpr int BATCH = Shared<WARPS, SMALL>::BATCH;
-  for (int base = run.begin; base < run.end; base += 32 * BATCH) {
-    int keys[BATCH];
-    load_keys(run, base, key_of, keys);
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int key = keys[b];
-      const unsigned peers = __match_any_sync(ALL, key);
-      const int rank = __popc(peers & ((1u << lane) - 1u));
-      const int position = key >= 0 ? s.begin[key] + s.before[warp][key] + rank : 0;
-      __syncwarp();
-      if (key >= 0 && rank == 0) {
-        s.before[warp][key] += static_cast<uint16_t>(__popc(peers));
-      }
-      __syncwarp();
-      if (key >= 0) {
-        emit(base + 32 * b + lane, position);
-      }
+  for (int base = run.begin; base < run.end; base += 32) {
+    const int key = load_key(run, base, key_of);
+    const unsigned peers = __match_any_sync(ALL, key);
+    const int rank = __popc(peers & ((1u << lane) - 1u));
+    const int position = key >= 0 ? s.begin[key] + s.before[warp][key] + rank : 0;
+    __syncwarp();
+    if (key >= 0 && rank == 0) {
+      s.before[warp][key] += static_cast<uint16_t>(__popc(peers));
+    }
+    __syncwarp();
+    if (key >= 0) {
+      emit(base + lane, position);
     }
   }
   __syncthreads();  // what was emitted is there
@@ -163,8 +148,8 @@ __device__ __forceinline__ void place_items(Shared<WARPS, SMALL>& s, int count, 
 
 // Row numbers in order of (slot, row); null: the rows already are. Uses segment_expert and segment_slot, which are
 // written last of all.
-template <int WARPS, bool SMALL>
-__device__ __forceinline__ const int32_t* order_rows(const MoeSortArgs& args, Shared<WARPS, SMALL>& s) {
+template <int WARPS>
+__device__ __forceinline__ const int32_t* order_rows(const MoeSortArgs& args, Shared<WARPS>& s) {
   if (args.row_slot == nullptr) {
     return nullptr;
   }
@@ -197,46 +182,35 @@ __device__ __forceinline__ const int32_t* order_rows(const MoeSortArgs& args, Sh
 }
 
 // Marks the heads of segments of the warp's run in s.heads; counts them, and those of slots above 0.
-template <int WARPS, bool SMALL, class Slot>
-__device__ __forceinline__ void mark_heads(Shared<WARPS, SMALL>& s, const Run& run, int num_experts,
-                                           const Slot& slot_at, uint32_t* found, uint32_t* adapted) {
-  constexpr int BATCH = Shared<WARPS, SMALL>::BATCH;
+template <int WARPS, class Slot>
+__device__ __forceinline__ void mark_heads(Shared<WARPS>& s, const Run& run, int num_experts, const Slot& slot_at,
+                                           uint32_t* found, uint32_t* adapted) {
   const int lane = threadIdx.x % 32;
   int last = run.begin > 0 && run.begin < run.end ? slot_at(run.begin - 1) : 0;  // slot of the position before
-  for (int base = run.begin; base < run.end; base += 32 * BATCH) {
-    int slots[BATCH];
-    load_keys(run, base, slot_at, slots);
-#pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int position = base + 32 * b + lane;
-      const int left = __shfl_up_sync(ALL, slots[b], 1);
-      const int before = lane == 0 ? last : left;
-      last = __shfl_sync(ALL, slots[b], 31);
-      const bool head =
-          position < run.end && (slots[b] != before || position == s.begin[expert_at(s.begin, num_experts, position)]);
-      const unsigned heads = __ballot_sync(ALL, head);
-      *found += static_cast<uint32_t>(__popc(heads));
-      *adapted += static_cast<uint32_t>(__popc(__ballot_sync(ALL, head && slots[b] > 0)));
-      if (lane == 0 && base + 32 * b < run.end) {
-        s.heads[(base + 32 * b) / 32] = heads;
-      }
+  for (int base = run.begin; base < run.end; base += 32) {
+    const int slot = load_key(run, base, slot_at);
+    const int position = base + lane;
+    const int left = __shfl_up_sync(ALL, slot, 1);
+    const int before = lane == 0 ? last : left;
+    last = __shfl_sync(ALL, slot, 31);
+    const bool head =
+        position < run.end && (slot != before || position == s.begin[expert_at(s.begin, num_experts, position)]);
+    const unsigned heads = __ballot_sync(ALL, head);
+    *found += static_cast<uint32_t>(__popc(heads));
+    *adapted += static_cast<uint32_t>(__popc(__ballot_sync(ALL, head && slot > 0)));
+    if (lane == 0) {
+      s.heads[base / 32] = heads;
     }
   }
   __syncwarp();
 }
 
-template <int WARPS, bool SMALL>
-__device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<WARPS, SMALL>& s, int pairs) {
+template <int WARPS>
+__device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<WARPS>& s, int pairs) {
   const MoeOrder& order = args.order;
   const int lane = threadIdx.x % 32;
   const Run run = warp_run<WARPS>(pairs);
-  const auto slot_at = [&](int position) {
-    if constexpr (SMALL) {
-      return s.slot_at[position];
-    } else {
-      return args.row_slot != nullptr ? args.row_slot[order.pair_row[position]] : 0;
-    }
-  };
+  const auto slot_at = [&](int position) { return s.slot_at[position]; };
   uint32_t found = 0;
   uint32_t adapted = 0;
   mark_heads(s, run, args.num_experts, slot_at, &found, &adapted);
@@ -266,10 +240,10 @@ __device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<WA
   }
 }
 
-template <int WARPS, bool SMALL>
+template <int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs args) {
   static_assert(WARPS * 32 >= MAX_EXPERTS && MAX_EXPERTS >= 1 << DIGIT_BITS);
-  __shared__ Shared<WARPS, SMALL> s;
+  __shared__ Shared<WARPS> s;
   let_next_start();
   wait_for_previous();
   const MoeOrder& order = args.order;
@@ -299,9 +273,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs a
     const int row = row_of(i);
     order.pair_row[position] = row;
     order.pair_position[row * args.top_k + i % args.top_k] = position;
-    if constexpr (SMALL) {
-      s.slot_at[position] = args.row_slot != nullptr ? args.row_slot[row] : 0;
-    }
+    s.slot_at[position] = args.row_slot != nullptr ? args.row_slot[row] : 0;
   });
   find_segments(args, s, pairs);
 }
@@ -316,7 +288,7 @@ void moe_sort_cuda(const MoeSortArgs& args, Stream& stream) {
     return;
   }
   if (pairs <= SMALL_PAIRS) {
-    launch_dependent(sort_kernel<16, true>, dim3(1), 16 * 32, 0, cuda_state(stream), args);
+    launch_dependent(sort_kernel<16>, dim3(1), 16 * 32, 0, cuda_state(stream), args);
   } else {
     sort_many::launch(args, cuda_state(stream));
   }
