@@ -10,6 +10,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/mbarrier.cuh"
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define MOELORA_CLUSTERS 1
 #endif
@@ -66,7 +68,7 @@ class ClusterBarrier {
   // By one thread; cluster_sync() before anybody uses it.
   __device__ __forceinline__ void init(int arrivals) {
 #ifdef MOELORA_CLUSTERS
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(own()), "r"(arrivals) : "memory");
+    mbarrier_init(&state_, arrivals);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
@@ -82,32 +84,20 @@ class ClusterBarrier {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(at(own(), block)) : "memory");
 #endif
   }
-  // Until the phase of this parity has ended. The phase before the first counts as ended, with parity 1.
-  __device__ __forceinline__ void wait(uint32_t parity) {
-#ifdef MOELORA_CLUSTERS
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}" ::"r"(own()),
-        "r"(parity)
-        : "memory");
-#endif
-  }
+  // Until the phase of this parity has ended (mbarrier_wait).
+  __device__ __forceinline__ void wait(uint32_t parity) { mbarrier_wait(&state_, parity); }
   // 16 bytes to the same place in the shared memory of `block`, counted by its barrier.
   __device__ __forceinline__ void send(float4* to, int block, const float4& value) {
 #ifdef MOELORA_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                     at(static_cast<uint32_t>(__cvta_generic_to_shared(to)), block)),
+                     at(shared_address(to), block)),
                  "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(at(own(), block))
                  : "memory");
 #endif
   }
 
  private:
-  __device__ __forceinline__ uint32_t own() { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
+  __device__ __forceinline__ uint32_t own() { return shared_address(&state_); }
   static __device__ __forceinline__ uint32_t at(uint32_t address, int block) {
     uint32_t result = address;
 #ifdef MOELORA_CLUSTERS

@@ -86,6 +86,14 @@ void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned block, 
   launch_dependent_clusters(kernel, grid, 0, block, shared, state, args...);
 }
 
+// Whether the code of `kernel` that would run here has a body: it may be compiled for other architectures too, where it
+// is empty, hence without the shared memory that it declares.
+template <class Kernel>
+bool has_code(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.sharedSizeBytes > 0;
+}
+
 // Until everything that earlier kernels of the stream did is done and visible.
 __device__ __forceinline__ void wait_for_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

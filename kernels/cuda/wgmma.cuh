@@ -5,13 +5,14 @@
 // Registers of A are those of mma.sync m16n8k16, 16 rows a warp; accumulators 4j .. 4j+3 are its accumulators of tokens
 // 8j .. 8j+7 (kernels/cuda/mma_tile.cuh). A token's 64 inputs are 128 bytes, eight pieces of 16 bytes, piece u of token
 // r at place u ^ (r % 8) of its row (the 128-byte swizzle); rows lie one after the other, from a multiple of 1 KiB on.
-// Every function is empty where the architecture is not sm_90a: the caller asks has_sm90a() of its kernel first.
+// Every function is empty where the architecture is not sm_90a: the caller asks has_code() of its kernel first.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
 
+#include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/shared_tile.cuh"
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -20,32 +21,8 @@
 
 namespace moelora {
 
-// --- mbarriers.
+// --- Shared memory and barriers.
 
-__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
-}
-__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
-#ifdef MOELORA_SM90A
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-#endif
-}
-// Until the phase of this parity is complete. The phase before the first counts as complete, with parity 1.
-__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
-#ifdef MOELORA_SM90A
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(parity)
-      : "memory");
-#endif
-}
 // What this thread wrote to shared memory becomes visible to wgmma of threads that it signals afterwards.
 __device__ __forceinline__ void fence_for_wgmma() {
 #ifdef MOELORA_SM90A
@@ -158,14 +135,6 @@ __device__ __forceinline__ uint32_t transpose8(uint32_t row) {
   uint32_t column;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
   return column;
-}
-
-// Whether the code of `kernel` that would run here was compiled for sm_90a. Its body elsewhere is empty, hence without
-// the shared memory that it declares here.
-template <class Kernel>
-bool has_sm90a(Kernel kernel) {
-  cudaFuncAttributes attributes{};
-  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.sharedSizeBytes > 0;
 }
 
 }  // namespace moelora

@@ -412,7 +412,7 @@ template <int TOKENS, int WARPGROUPS>
 bool launch_cluster_tile(const Launch& launch, const CudaStream& state) {
   using Tile = ClusterTile<TOKENS, WARPGROUPS>;
   const auto kernel = linear_cluster<TOKENS, WARPGROUPS>;
-  static const bool usable = has_sm90a(kernel);
+  static const bool usable = has_code(kernel);
   if (!usable) {
     return false;
   }

@@ -201,9 +201,10 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
         continue;
       }
     }
-    const void* const bias = done == DenseGemm::Done::kProductAndBias ? nullptr : own.bias;
-    if (own.module >= 0 || bias != nullptr) {
-      epilogue.add({bias, own.out, own.out_stride, own.n, 0, own.module, own.module_index, own.bias_f32, own.out_f32});
+    Part rest = own;
+    rest.bias = done == DenseGemm::Done::kProductAndBias ? nullptr : own.bias;
+    if (rest.module >= 0 || rest.bias != nullptr) {
+      epilogue.add(rest);
     }
   }
   if (skinny.params.num_parts > 0) {

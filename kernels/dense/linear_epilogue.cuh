@@ -17,6 +17,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_params.cuh"
 #include "kernels/lora/adapter_layout.h"
 #include "kernels/lora/lora_expand.cuh"
 
@@ -30,17 +31,7 @@ constexpr int kOutputs = 128;           // of a warp
 constexpr int kGroups = kOutputs / 16;  // of 16 outputs, four a lane
 static_assert(kOutputs % kTileColumns == 0);
 
-struct Part {
-  const void* bias;  // may be null
-  void* out;
-  int64_t out_stride;
-  int n;
-  int first_tile;    // of this part in gridDim.x
-  int module;        // -1: never adapted
-  int module_index;  // in `shrunk`
-  bool bias_f32;
-  bool out_f32;
-};
+using linear::Part;  // `out` holds the product; the weight is not looked at
 
 struct Params {
   Part parts[3];

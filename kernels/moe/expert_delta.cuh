@@ -468,8 +468,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 // Clusters that run at once.
 template <class Kernel>
-int resident_clusters(Kernel kernel, cudaLaunchConfig_t& config) {
+int resident_clusters(Kernel kernel, int shared, const CudaStream& state) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = kCluster;
+  attribute.val.clusterDim.y = 1;
+  attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
   config.gridDim = dim3(kCluster);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = state.stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
   int clusters = 0;
   check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "clusters of the experts' deltas");
   return std::max(clusters, 1);
@@ -485,10 +496,7 @@ bool launch_expert_delta(const ExpertGemm& p, int64_t num_pairs, const CudaStrea
   using namespace expert_delta;
   constexpr auto kKernel = expert_delta_kernel<GATE_UP>;
   constexpr int kSharedMax = 227 * 1024 - static_cast<int>(sizeof(Shared)) - 64;
-  static const bool compiled = [] {
-    cudaFuncAttributes attributes{};
-    return cudaFuncGetAttributes(&attributes, kKernel) == cudaSuccess && attributes.sharedSizeBytes >= sizeof(Shared);
-  }();
+  static const bool compiled = has_code(kKernel);
   const int a_bytes = share_bytes(p.k);
   const int shared = a_bytes + share_bytes(p.rows);
   if (state.compute_capability < 90 || !compiled || shared > kSharedMax) {
@@ -496,27 +504,14 @@ bool launch_expert_delta(const ExpertGemm& p, int64_t num_pairs, const CudaStrea
   }
   check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              "shared memory of the experts' deltas");
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kCluster;
-  attributes[0].val.clusterDim.y = 1;
-  attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
-  config.stream = state.stream;
-  config.attrs = attributes;
-  config.numAttrs = 1;
   const int64_t units = num_pairs * (GATE_UP ? 2 : 1);  // at most
   int64_t clusters = units;
   if (units * kCluster > state.num_sms) {
-    clusters = std::min<int64_t>(units, resident_clusters(kKernel, config));
+    clusters = std::min<int64_t>(units, resident_clusters(kKernel, shared, state));
   }
-  config.gridDim = dim3(static_cast<unsigned>(clusters * kCluster));
-  config.numAttrs = 2;
-  check_cuda(cudaLaunchKernelEx(&config, kKernel, p, static_cast<int>(num_pairs), a_bytes), "the experts' deltas");
+  launch_dependent_clusters(kKernel, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads,
+                            static_cast<size_t>(shared), state, p, static_cast<int>(num_pairs), a_bytes);
+  check_launch("the experts' deltas");
   return true;
 }
 

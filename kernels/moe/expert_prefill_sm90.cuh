@@ -510,7 +510,7 @@ inline int tile_width(int64_t num_pairs, int num_experts) {
 template <bool GATE_UP, class Source, int W>
 bool launch_expert_prefill_of(const ExpertGemm& p, int64_t num_pairs, int max_active, const CudaStream& state) {
   const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source, W>;
-  static const bool usable = has_sm90a(kernel);
+  static const bool usable = has_code(kernel);
   if (!usable) {
     return false;
   }

@@ -8,6 +8,7 @@
 // H200, between two events: 4 pairs 7.2 us, 256 pairs 7.3 (9.0 with slots out of order).
 #include <cstdint>
 
+#include "kernels/cuda/block_scan.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/moe/moe_sort.h"
 #include "kernels/moe/moe_sort_many.cuh"
@@ -48,33 +49,6 @@ template <class Key>
 __device__ __forceinline__ int load_key(const Run& run, int base, const Key& key_of) {
   const int item = base + static_cast<int>(threadIdx.x % 32);
   return item < run.end ? key_of(item) : -1;
-}
-
-// Sum of `value` over lower threads; `total` over all. `warp_sum` may be reused after another barrier.
-template <int WARPS>
-__device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t* warp_sum, uint32_t* total) {
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t lower = __shfl_up_sync(ALL, inclusive, offset);
-    inclusive += lane >= offset ? lower : 0u;
-  }
-  if (lane == 31) {
-    warp_sum[warp] = inclusive;
-  }
-  __syncthreads();  // the sums of all warps are there
-  uint32_t lower = 0;
-  uint32_t all = 0;
-#pragma unroll 16
-  for (int w = 0; w < WARPS; ++w) {
-    const uint32_t sum = warp_sum[w];
-    lower += w < warp ? sum : 0u;
-    all += sum;
-  }
-  *total = all;
-  return lower + inclusive - value;
 }
 
 // Counts keys and prepares their places. Returns the number of keys below the thread's own (key = threadIdx.x) that

@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "kernels/cuda/block_scan.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/moe/moe_sort.h"
 
@@ -34,13 +36,12 @@ __device__ __forceinline__ int block_rank() {
 // All threads of all blocks; what they wrote before it is visible after it.
 template <int BLOCKS>
 __device__ __forceinline__ void cluster_sync() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (BLOCKS > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    return;
+    cluster_arrive();
+    cluster_wait();
+  } else {
+    __syncthreads();
   }
-#endif
-  __syncthreads();
 }
 // `value` in the shared memory of block `rank`.
 template <int BLOCKS>
@@ -97,32 +98,6 @@ __device__ __forceinline__ void load_keys(const Run& run, int base, const Key& k
     const int item = base + 32 * b + static_cast<int>(threadIdx.x % 32);
     keys[b] = item < run.end ? key_of(item) : -1;
   }
-}
-
-// Sum of `value` over lower threads of the block; `total` over all. `warp_sum` may be reused after another barrier.
-__device__ __forceinline__ uint32_t block_exclusive_sum(uint32_t value, uint32_t* warp_sum, uint32_t* total) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  uint32_t inclusive = value;
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const uint32_t lower = __shfl_up_sync(kAll, inclusive, offset);
-    inclusive += lane >= offset ? lower : 0u;
-  }
-  if (lane == 31) {
-    warp_sum[warp] = inclusive;
-  }
-  __syncthreads();  // the sums of all warps are there
-  uint32_t lower = 0;
-  uint32_t all = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    const uint32_t sum = warp_sum[w];
-    lower += w < warp ? sum : 0u;
-    all += sum;
-  }
-  *total = all;
-  return lower + inclusive - value;
 }
 
 // The block's part of counting keys: s.before and s.block_count. The caller synchronises the cluster next.
@@ -185,7 +160,7 @@ __device__ __forceinline__ int add_blocks(Shared<BLOCKS>& s, int count, int num_
   }
   // Two sums in one: items up to 2^16 in the low 20 bits, keys that occur above.
   uint32_t total;
-  const uint32_t lower = block_exclusive_sum(sum | (sum > 0 ? 1u << 20 : 0u), s.warp_sum, &total);
+  const uint32_t lower = block_exclusive_sum<kWarps>(sum | (sum > 0 ? 1u << 20 : 0u), s.warp_sum, &total);
   if (key < num_keys) {
     const uint32_t begin = lower & 0xfffffu;
     s.begin[key] = static_cast<int>(begin);
@@ -304,9 +279,9 @@ __device__ __forceinline__ void find_segments(const MoeSortArgs& args, Shared<BL
   mark_heads(s, run, block_begin, slot_at, &found, &adapted);
   uint32_t total;
   uint32_t total_adapted;
-  const uint32_t lower = block_exclusive_sum(lane == 0 ? found : 0u, s.warp_sum, &total);
+  const uint32_t lower = block_exclusive_sum<kWarps>(lane == 0 ? found : 0u, s.warp_sum, &total);
   __syncthreads();  // warp_sum is read
-  block_exclusive_sum(lane == 0 ? adapted : 0u, s.warp_sum, &total_adapted);
+  block_exclusive_sum<kWarps>(lane == 0 ? adapted : 0u, s.warp_sum, &total_adapted);
   if (threadIdx.x == 0) {
     s.found[0] = total;
     s.found[1] = total_adapted;
@@ -428,7 +403,7 @@ __device__ __forceinline__ void sort_pairs(const MoeSortArgs& args, Shared<BLOCK
 // Code for GPUs without clusters can run on one that has them. There the kernel of several blocks is empty, hence
 // without shared memory.
 template <int BLOCKS>
-constexpr bool has_code() {
+constexpr bool has_body() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return BLOCKS == 1;
 #else
@@ -437,38 +412,19 @@ constexpr bool has_code() {
 }
 template <int BLOCKS>
 __global__ void __launch_bounds__(kThreads, 1) sort_kernel(const MoeSortArgs args) {
-  if constexpr (has_code<BLOCKS>()) {
+  if constexpr (has_body<BLOCKS>()) {
     __shared__ Shared<BLOCKS> s;
     sort_pairs(args, s);
   }
 }
 
-inline bool runs_in_clusters(const CudaStream& state) {
-  cudaFuncAttributes attributes{};
-  return state.compute_capability >= 90 &&
-         cudaFuncGetAttributes(&attributes, sort_kernel<kClusterBlocks>) == cudaSuccess &&
-         attributes.sharedSizeBytes > 0;
-}
-
 inline void launch(const MoeSortArgs& args, const CudaStream& state) {
-  if (!runs_in_clusters(state)) {
+  static const bool has_clusters = has_code(sort_kernel<kClusterBlocks>);
+  if (state.compute_capability >= 90 && has_clusters) {
+    launch_dependent_clusters(sort_kernel<kClusterBlocks>, kClusterBlocks, kClusterBlocks, kThreads, 0, state, args);
+  } else {
     launch_dependent(sort_kernel<1>, dim3(1), kThreads, 0, state, args);
-    return;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = kClusterBlocks;
-  attributes[1].val.clusterDim.y = 1;
-  attributes[1].val.clusterDim.z = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kClusterBlocks);
-  config.blockDim = dim3(kThreads);
-  config.stream = state.stream;
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  cudaLaunchKernelEx(&config, sort_kernel<kClusterBlocks>, args);  // check_launch() finds its error
 }
 
 }  // namespace moelora::sort_many

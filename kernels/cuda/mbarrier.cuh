@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Barriers in shared memory that count arrivals. A phase ends when as many have arrived as were announced; a waiting
+// thread names the parity of the phase. sm_90 and later; empty elsewhere but for init.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/shared_tile.cuh"
+
+namespace moelora {
+
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+// Until the phase of this parity is complete. The phase before the first counts as complete, with parity 1.
+__device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#endif
+}
+
+}  // namespace moelora
