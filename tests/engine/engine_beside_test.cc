@@ -19,14 +19,6 @@ std::shared_ptr<Engine> open(bool asynchronous, EngineOptions options = {},
   return Engine::create(options, case_dir("qwen3_moe") + "/model");
 }
 
-Request request_of(std::vector<int32_t> prompt, int32_t max_tokens) {
-  Request request;
-  request.prompt = std::move(prompt);
-  request.sampling.max_tokens = max_tokens;
-  request.sampling.ignore_eos = true;
-  return request;
-}
-
 // Requests of many kinds, more than run at once; preemption is in engine_batch_test.cc.
 std::vector<std::vector<int32_t>> mixed_answers(bool asynchronous) {
   EngineOptions options;
@@ -44,7 +36,7 @@ std::vector<std::vector<int32_t>> mixed_answers(bool asynchronous) {
   for (int i = 0; i < 40; ++i) {
     std::vector<int32_t> prompt(1 + random() % 20);
     std::generate(prompt.begin(), prompt.end(), [&] { return static_cast<int32_t>(random() % 300); });
-    Request request = request_of(prompt, 60 + static_cast<int32_t>(random() % 60));
+    Request request = greedy_request(prompt, 60 + static_cast<int32_t>(random() % 60));
     request.adapter = adapters[random() % adapters.size()];
     request.sampling.ignore_eos = i % 3 == 0;
     request.sampling.logprobs = i % 4 == 0 ? 2 : -1;
@@ -86,7 +78,7 @@ TEST_CASE("tokens of a step are read while the next one runs", "[engine]") {
     }
   };
   const auto engine = open(true, {}, plan);
-  submission = make_submission(*engine, request_of({1, 2, 3}, 4));
+  submission = make_submission(*engine, greedy_request({1, 2, 3}, 4));
   engine->submit(submission);
   CHECK(read_all(*submission).size() == 4);  // the last is handed out although no step follows
   CHECK(unread_when_queued[0] == 0);
@@ -97,7 +89,7 @@ TEST_CASE("a limit on unread tokens is kept to the token", "[engine]") {
   EngineOptions options;
   options.output_buffer_tokens = 3;
   const auto engine = open(true, options);
-  const auto slow = make_submission(*engine, request_of({1, 2, 3}, 50));
+  const auto slow = make_submission(*engine, greedy_request({1, 2, 3}, 50));
   engine->submit(slow);
   size_t largest = 0;
   for (int i = 0; i < 100; ++i) {
@@ -111,7 +103,7 @@ TEST_CASE("a limit on unread tokens is kept to the token", "[engine]") {
 TEST_CASE("closing an engine hands out what steps have given", "[engine]") {
   for (int i = 0; i < 20; ++i) {
     auto engine = open(true);
-    const auto submission = make_submission(*engine, request_of({1, 2, 3}, 400));
+    const auto submission = make_submission(*engine, greedy_request({1, 2, 3}, 400));
     engine->submit(submission);
     std::this_thread::sleep_for(std::chrono::milliseconds(i));
     engine.reset();

@@ -9,14 +9,6 @@
 namespace moelora::test {
 namespace {
 
-Request request_of(std::vector<int32_t> prompt, int32_t max_tokens) {
-  Request request;
-  request.prompt = std::move(prompt);
-  request.sampling.max_tokens = max_tokens;
-  request.sampling.ignore_eos = true;
-  return request;
-}
-
 template <class Call>
 void check_lost(const Call& call) {
   Status status = Status::kOk;
@@ -60,7 +52,7 @@ TEST_CASE("a lost device ends every request and every later call with DEVICE_LOS
       const auto session = engine.create_session(nullptr, 0.0f);
       std::vector<std::shared_ptr<Submission>> submissions;
       for (int32_t i = 0; i < 5; ++i) {  // two run, three wait
-        Request request = request_of({1 + i, 2, 3}, 100);
+        Request request = greedy_request({1 + i, 2, 3}, 100);
         request.adapter = i % 2 == 0 ? adapter : nullptr;
         request.session = i == 1 ? session : nullptr;
         submissions.push_back(make_submission(engine, request));
@@ -82,7 +74,7 @@ TEST_CASE("a lost device ends every request and every later call with DEVICE_LOS
       std::string message;
       CHECK(engine.health(&message) == Status::kDeviceLost);
       CHECK(message.find("made to fail") != std::string::npos);
-      check_lost([&] { engine.submit(make_submission(engine, request_of({1}, 1))); });
+      check_lost([&] { engine.submit(make_submission(engine, greedy_request({1}, 1))); });
       check_lost([&] { engine.create_session(nullptr, 0.0f); });
       check_lost([&] { engine.fork_session(session); });
       check_lost([&] { engine.register_adapter("other", adapter->image, 1.0f, false); });
@@ -104,7 +96,7 @@ TEST_CASE("those who wait when the device is lost are woken", "[engine]") {
   Engine& engine = *lost.engine;
   const auto first = load_adapter(engine, case_dir("qwen3_moe") + "/adapters/attn", "attn");
   const auto second = load_adapter(engine, case_dir("qwen3_moe") + "/adapters/rslora", "rslora");
-  Request request = request_of({1, 2, 3}, 200);
+  Request request = greedy_request({1, 2, 3}, 200);
   request.adapter = first;
   const auto submission = make_submission(engine, request);
   engine.submit(submission);
@@ -138,7 +130,7 @@ TEST_CASE("those who wait when the device is lost are woken", "[engine]") {
 TEST_CASE("an engine whose device was lost closes at once, with and without a reader", "[engine]") {
   for (int i = 0; i < 10; ++i) {
     Lost lost(1 + i, i % 2 == 0, i % 3 == 0);
-    const auto submission = make_submission(*lost.engine, request_of({1, 2, 3}, 100));
+    const auto submission = make_submission(*lost.engine, greedy_request({1, 2, 3}, 100));
     lost.engine->submit(submission);
     if (i % 2 == 0) {
       read_all(*submission);

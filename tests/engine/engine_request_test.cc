@@ -14,14 +14,6 @@ std::shared_ptr<Engine> open(EngineOptions options = {}) {
   return Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
 }
 
-Request greedy(std::vector<int32_t> prompt, int32_t max_tokens) {
-  Request request;
-  request.prompt = std::move(prompt);
-  request.sampling.max_tokens = max_tokens;
-  request.sampling.ignore_eos = true;
-  return request;
-}
-
 std::vector<int32_t> run(Engine& engine, const Request& request, RequestResult* result = nullptr) {
   const auto submission = make_submission(engine, request);
   engine.submit(submission);
@@ -43,11 +35,11 @@ Status refusal(Engine& engine, const Request& request, std::string* message) {
 TEST_CASE("stop tokens end a request and are in the ids", "[engine]") {
   const auto engine = open();
   RequestResult result;
-  const auto free_run = run(*engine, greedy({5, 6, 7}, 12), &result);
+  const auto free_run = run(*engine, greedy_request({5, 6, 7}, 12), &result);
   CHECK(result.finish == FinishReason::kLength);
   CHECK(result.prompt_tokens == 3);
   CHECK(result.output_tokens == 12);
-  Request request = greedy({5, 6, 7}, 12);
+  Request request = greedy_request({5, 6, 7}, 12);
   request.stop_tokens = {300, free_run[4]};
   const auto stopped = run(*engine, request, &result);
   const auto first = std::find(free_run.begin(), free_run.end(), free_run[4]) - free_run.begin();
@@ -62,14 +54,14 @@ TEST_CASE("stop tokens end a request and are in the ids", "[engine]") {
 
 TEST_CASE("a seed decides a sampled text, whatever runs beside it", "[engine]") {
   const auto engine = open();
-  Request request = greedy({9, 8, 7, 6}, 20);
+  Request request = greedy_request({9, 8, 7, 6}, 20);
   request.sampling.temperature = 1.3f;
   request.sampling.top_p = 0.95f;
   request.sampling.seed = 1234;
   const auto alone = run(*engine, request);
   std::vector<std::shared_ptr<Submission>> beside;
   for (int i = 0; i < 5; ++i) {
-    beside.push_back(make_submission(*engine, greedy({i + 1, 2, 3}, 40)));
+    beside.push_back(make_submission(*engine, greedy_request({i + 1, 2, 3}, 40)));
     engine->submit(beside.back());
   }
   CHECK(run(*engine, request) == alone);
@@ -88,9 +80,9 @@ TEST_CASE("a seed decides a sampled text, whatever runs beside it", "[engine]") 
 
 TEST_CASE("cancel and deadline end a request, the others go on", "[engine]") {
   const auto engine = open();
-  const auto expected = run(*engine, greedy({1, 2, 3}, 300));
-  const auto victim = make_submission(*engine, greedy({4, 5, 6}, 450));
-  const auto other = make_submission(*engine, greedy({1, 2, 3}, 300));
+  const auto expected = run(*engine, greedy_request({1, 2, 3}, 300));
+  const auto victim = make_submission(*engine, greedy_request({4, 5, 6}, 450));
+  const auto other = make_submission(*engine, greedy_request({1, 2, 3}, 300));
   engine->submit(victim);
   engine->submit(other);
   int32_t buffer[8];
@@ -104,7 +96,7 @@ TEST_CASE("cancel and deadline end a request, the others go on", "[engine]") {
   CHECK(partial.size() < 450);
   CHECK(read_all(*other) == expected);
 
-  Request late = greedy({4, 5, 6}, 450);
+  Request late = greedy_request({4, 5, 6}, 450);
   late.deadline_ms = 1;
   const auto overdue = make_submission(*engine, late);
   engine->submit(overdue);
@@ -118,18 +110,18 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   EngineOptions options;
   options.output_buffer_tokens = 10;
   const auto engine = open(options);
-  const auto slow = make_submission(*engine, greedy({1, 2, 3}, 100));
+  const auto slow = make_submission(*engine, greedy_request({1, 2, 3}, 100));
   engine->submit(slow);
   for (int i = 0; i < 200 && slow->stream->unread() < 10; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  CHECK(run(*engine, greedy({7, 8}, 50)).size() == 50);
+  CHECK(run(*engine, greedy_request({7, 8}, 50)).size() == 50);
   CHECK(slow->stream->unread() == 10);
   CHECK(read_all(*slow).size() == 100);
 
   options.overrun = "fail";
   const auto strict = open(options);
-  const auto dropped = make_submission(*strict, greedy({1, 2, 3}, 100));
+  const auto dropped = make_submission(*strict, greedy_request({1, 2, 3}, 100));
   strict->submit(dropped);
   for (int i = 0; i < 400 && !dropped->stream->finished(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -144,13 +136,13 @@ TEST_CASE("a request that waits for a slot or a slow reader does not hold up the
   const auto pinned = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "pinned");
   const auto other = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/rslora", "other");
   ++pinned->pins;
-  Request request = greedy({1, 2}, 4);
+  Request request = greedy_request({1, 2}, 4);
   request.adapter = pinned;
   const auto expected = run(*engine, request);
   request.adapter = other;
   const auto blocked = make_submission(*engine, request);
   engine->submit(blocked);
-  CHECK(run(*engine, greedy({1, 2}, 4)).size() == 4);  // the base overtakes it
+  CHECK(run(*engine, greedy_request({1, 2}, 4)).size() == 4);  // the base overtakes it
   request.adapter = pinned;
   CHECK(run(*engine, request) == expected);  // and so does the adapter that is there
   const auto queue = std::make_shared<CompletionQueue>();
@@ -168,13 +160,13 @@ TEST_CASE("a request that waits for a slot or a slow reader does not hold up the
   narrow.max_num_sequences = 1;
   narrow.output_buffer_tokens = 4;
   const auto one = open(narrow);
-  const auto unread = make_submission(*one, greedy({1, 2, 3}, 40));
+  const auto unread = make_submission(*one, greedy_request({1, 2, 3}, 40));
   one->submit(unread);
   for (int i = 0; i < 400 && unread->stream->unread() < 4; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  CHECK(run(*one, greedy({7, 8}, 4)).size() == 4);
-  CHECK(read_all(*unread) == run(*engine, greedy({1, 2, 3}, 40)));
+  CHECK(run(*one, greedy_request({7, 8}, 4)).size() == 4);
+  CHECK(read_all(*unread) == run(*engine, greedy_request({1, 2, 3}, 40)));
 }
 
 TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine][session]") {
@@ -183,7 +175,7 @@ TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine
   const std::vector<int32_t> first = {11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30};
   const std::vector<int32_t> second = {31, 32, 33};
   // The same conversation in one piece.
-  Request whole = greedy(first, 7);
+  Request whole = greedy_request(first, 7);
   whole.adapter = adapter;
   const auto answer_one = run(*engine, whole);
   whole.prompt.insert(whole.prompt.end(), answer_one.begin(), answer_one.end());
@@ -191,7 +183,7 @@ TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine
   const auto answer_two = run(*engine, whole);
 
   const auto session = engine->create_session(adapter, 1.0f);
-  Request turn = greedy(first, 7);
+  Request turn = greedy_request(first, 7);
   turn.adapter = adapter;
   turn.session = session;
   CHECK(run(*engine, turn) == answer_one);
@@ -229,11 +221,11 @@ TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine
 TEST_CASE("cancel keeps or drops the turn of a session", "[engine][session]") {
   const auto engine = open();
   const auto session = engine->create_session(nullptr, 1.0f);
-  Request turn = greedy({1, 2, 3, 4}, 5);
+  Request turn = greedy_request({1, 2, 3, 4}, 5);
   turn.session = session;
   run(*engine, turn);
   REQUIRE(engine->session_info(session).num_tokens == 9);
-  turn = greedy({5, 6}, 400);
+  turn = greedy_request({5, 6}, 400);
   turn.session = session;
   std::string message;
   for (const bool drop : {true, false}) {
@@ -256,36 +248,36 @@ TEST_CASE("bad requests are refused with their reason, the engine serves on", "[
   options.max_queued_requests = 2;
   options.device_memory_bytes = 1 << 20;
   const auto engine = open(options);
-  const auto expected = run(*engine, greedy({1, 2, 3}, 8));
+  const auto expected = run(*engine, greedy_request({1, 2, 3}, 8));
   std::string message;
-  CHECK(refusal(*engine, greedy({}, 8), &message) == Status::kInvalid);
+  CHECK(refusal(*engine, greedy_request({}, 8), &message) == Status::kInvalid);
   CHECK(message.find("empty") != std::string::npos);
-  CHECK(refusal(*engine, greedy({1, 320}, 8), &message) == Status::kInvalid);
+  CHECK(refusal(*engine, greedy_request({1, 320}, 8), &message) == Status::kInvalid);
   CHECK(message.find("token 1") != std::string::npos);
   CHECK(message.find("320") != std::string::npos);
-  CHECK(refusal(*engine, greedy({1, -1}, 8), &message) == Status::kInvalid);
-  CHECK(refusal(*engine, greedy(std::vector<int32_t>(512, 1), 8), &message) == Status::kContextLength);
+  CHECK(refusal(*engine, greedy_request({1, -1}, 8), &message) == Status::kInvalid);
+  CHECK(refusal(*engine, greedy_request(std::vector<int32_t>(512, 1), 8), &message) == Status::kContextLength);
   CHECK(message.find("512") != std::string::npos);
-  Request request = greedy({1}, 8);
+  Request request = greedy_request({1}, 8);
   request.sampling.temperature = -1;
   CHECK(refusal(*engine, request, &message) == Status::kInvalid);
   CHECK(message.find("temperature") != std::string::npos);
   request.sampling.temperature = std::nanf("");
   CHECK(refusal(*engine, request, &message) == Status::kInvalid);
-  request = greedy({1}, 0);
+  request = greedy_request({1}, 0);
   CHECK(refusal(*engine, request, &message) == Status::kInvalid);
   CHECK(message.find("max_tokens") != std::string::npos);
 
   const auto adapter = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "a");
   CHECK_THROWS_AS(load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "a"), Error);
   engine->unload_adapter(adapter, true);
-  request = greedy({1}, 8);
+  request = greedy_request({1}, 8);
   request.adapter = adapter;
   CHECK(refusal(*engine, request, &message) == Status::kNotFound);
-  CHECK(run(*engine, greedy({1, 2, 3}, 8)) == expected);
+  CHECK(run(*engine, greedy_request({1, 2, 3}, 8)) == expected);
   CHECK(engine->health(&message) == Status::kOk);
   CHECK(engine->drain(1000) == Status::kOk);
-  CHECK(refusal(*engine, greedy({1}, 8), &message) == Status::kClosed);
+  CHECK(refusal(*engine, greedy_request({1}, 8), &message) == Status::kClosed);
 }
 
 TEST_CASE("what can never fit is refused at submit", "[engine]") {
@@ -294,16 +286,16 @@ TEST_CASE("what can never fit is refused at submit", "[engine]") {
   options.device_memory_bytes = 4 * roomy->info().page_bytes;
   const auto tight = open(options);
   std::string message;
-  CHECK(refusal(*tight, greedy(std::vector<int32_t>(50, 1), 100), &message) == Status::kDeviceNomem);
+  CHECK(refusal(*tight, greedy_request(std::vector<int32_t>(50, 1), 100), &message) == Status::kDeviceNomem);
   CHECK(message.find("device_memory_bytes") != std::string::npos);
-  CHECK(run(*tight, greedy({1, 2}, 8)).size() == 8);
+  CHECK(run(*tight, greedy_request({1, 2}, 8)).size() == 8);
   options.device_memory_bytes = 100;
   CHECK_THROWS_AS(open(options), Error);
 }
 
 TEST_CASE("releasing an engine ends what is running", "[engine]") {
   auto engine = open();
-  const auto submission = make_submission(*engine, greedy({1, 2, 3}, 450));
+  const auto submission = make_submission(*engine, greedy_request({1, 2, 3}, 450));
   const auto session = engine->create_session(nullptr, 1.0f);
   engine->submit(submission);
   engine.reset();

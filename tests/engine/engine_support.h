@@ -96,6 +96,15 @@ inline std::shared_ptr<Adapter> load_adapter(Engine& engine, const std::string& 
                                  false);
 }
 
+// Goes on to `max_tokens` whatever comes.
+inline Request greedy_request(std::vector<int32_t> prompt, int32_t max_tokens) {
+  Request request;
+  request.prompt = std::move(prompt);
+  request.sampling.max_tokens = max_tokens;
+  request.sampling.ignore_eos = true;
+  return request;
+}
+
 inline std::vector<int32_t> random_prompt(std::mt19937& random, size_t length, int32_t vocab) {
   std::vector<int32_t> prompt(length);
   for (int32_t& token : prompt) {
