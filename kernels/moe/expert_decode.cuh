@@ -219,10 +219,14 @@ __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
   extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
-  if (!LORA) {
-    wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
+  // With LoRA all but the deltas was complete before this kernel began.
+  const bool tokens_are_late = !LORA && p.order_is_early;
+  if (!LORA && !tokens_are_late) {
+    wait_for_previous();
   }
-  let_next_start();
+  if (!tokens_are_late) {
+    let_next_start();
+  }
   auto* const partial = reinterpret_cast<PartialSums<RT, WARPS>*>(dynamic_shared);
   const ExpertWalk<RT> walk(p);
   ExpertWork work{};
@@ -241,6 +245,10 @@ __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     for (int s = 0; s < STAGES - 1; ++s) {
       ring.issue(p, walk);
     }
+  }
+  if (tokens_are_late) {
+    wait_for_previous();
+    let_next_start();
   }
   for (int turn = 0; !walk.ended(work); ++turn) {
     const uint4* token[2];
