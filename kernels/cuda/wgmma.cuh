@@ -78,7 +78,7 @@ __device__ __forceinline__ void wgmma_hold(float (&d)[COUNT]) {
 }
 
 // Of the operand in shared memory at a byte address; 32 bytes further are the next 16 inputs.
-__device__ __forceinline__ constexpr uint64_t wgmma_descriptor(uint32_t address) {
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kBetweenEightRows = uint64_t{1024 / 16} << 32;
   constexpr uint64_t kUnused = uint64_t{1} << 16;
@@ -90,20 +90,15 @@ template <int TOKENS>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint32_t* a, uint64_t b);
 
 // clang-format off
-#define MOELORA_REGISTERS4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define MOELORA_D8 MOELORA_REGISTERS4(0)
-#define MOELORA_D16  MOELORA_REGISTERS4(0), MOELORA_REGISTERS4(4)
-#define MOELORA_REGISTERS16(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+#define MOELORA_D16(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
                        "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]),          \
                        "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
-#define MOELORA_D32 MOELORA_REGISTERS16(0)
-#define MOELORA_D64 MOELORA_D32, MOELORA_REGISTERS16(16)
-#define MOELORA_D96 MOELORA_D64, MOELORA_REGISTERS16(32)
-#define MOELORA_D144 MOELORA_D96, MOELORA_REGISTERS16(48), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
+#define MOELORA_D32 MOELORA_D16(0)
+#define MOELORA_D64 MOELORA_D32, MOELORA_D16(16)
+#define MOELORA_D96 MOELORA_D64, MOELORA_D16(32)
+#define MOELORA_D144 MOELORA_D96, MOELORA_D16(48), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
                      "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
-#define MOELORA_D192 MOELORA_D96, MOELORA_REGISTERS16(48), MOELORA_REGISTERS16(64), MOELORA_REGISTERS16(80)
-#define MOELORA_R8 "%0,%1,%2,%3"
-#define MOELORA_R16 MOELORA_R8 ",%4,%5,%6,%7"
+#define MOELORA_D192 MOELORA_D96, MOELORA_D16(48), MOELORA_D16(64), MOELORA_D16(80)
 #define MOELORA_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define MOELORA_R64 MOELORA_R32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define MOELORA_R96 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -127,8 +122,6 @@ __device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint3
   template <>                                \
   __device__ __forceinline__ void wgmma_m64k16<n>(float (&)[n / 2], const uint32_t*, uint64_t) {}
 #endif
-MOELORA_WGMMA(8, 4, 5, 6, 7, 8)
-MOELORA_WGMMA(16, 8, 9, 10, 11, 12)
 MOELORA_WGMMA(32, 16, 17, 18, 19, 20)
 MOELORA_WGMMA(64, 32, 33, 34, 35, 36)
 MOELORA_WGMMA(96, 48, 49, 50, 51, 52)

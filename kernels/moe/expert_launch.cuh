@@ -10,7 +10,7 @@
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
-#include "kernels/moe/expert_stream_sm90.cuh"
+#include "kernels/moe/expert_stream.cuh"
 
 namespace moelora {
 
@@ -89,8 +89,8 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
 }
 
 template <bool GATE_UP, class Source, bool TILES>
-void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
-                        int64_t num_pairs, int num_experts, Stream& stream) {
+void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int64_t num_pairs,
+                        int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
   const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
@@ -113,7 +113,7 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     }
   }
   if constexpr (TILES) {
-    if (path != ExpertPath::kFewTokensApart && launch_expert_stream<GATE_UP>(p, num_rows, state)) {
+    if (path != ExpertPath::kFewTokensApart && launch_expert_stream<GATE_UP>(p, state)) {
       return;
     }
     const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
@@ -128,11 +128,11 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
 
 template <bool GATE_UP>
 void launch_expert_format(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertFormat format, ExpertPath path,
-                          int num_rows, int64_t num_pairs, int num_experts, Stream& stream) {
+                          int64_t num_pairs, int num_experts, Stream& stream) {
   if (format == ExpertFormat::kMxfp4Tiles) {
-    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, shrink, path, num_rows, num_pairs, num_experts, stream);
+    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, shrink, path, num_pairs, num_experts, stream);
   } else {
-    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, shrink, path, num_rows, num_pairs, num_experts, stream);
+    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, shrink, path, num_pairs, num_experts, stream);
   }
 }
 

@@ -13,9 +13,9 @@ namespace moelora {
 
 enum class ExpertPath : uint8_t {
   kAuto = 0,
-  kFewTokens = 1,      // streams weights: tiles on sm_90 past wgmma (kernels/moe/expert_stream_sm90.cuh), else the last
-  kManyTokens = 2,     // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_sm90.cuh), else the next
-  kManyTokensMma = 3,  // grouped GEMM by mma.sync (kernels/moe/expert_prefill.cuh)
+  kFewTokens = 1,       // streams weights: tiles from sm_90 on in bulk (kernels/moe/expert_stream.cuh), else the last
+  kManyTokens = 2,      // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_sm90.cuh), else the next
+  kManyTokensMma = 3,   // grouped GEMM by mma.sync (kernels/moe/expert_prefill.cuh)
   kFewTokensApart = 4,  // streams weights past mma.sync (kernels/moe/expert_decode.cuh), shrink and expand as launches
                         // of their own, as on GPUs without clusters
 };
