@@ -14,9 +14,10 @@ namespace moelora {
 enum class ExpertPath : uint8_t {
   kAuto = 0,
   kFewTokens = 1,       // streams weights (kernels/moe/expert_decode.cuh)
-  kManyTokens = 2,      // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_sm90.cuh), else the next
+  kManyTokens = 2,      // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_tiles_sm90.cuh), else the next
   kManyTokensMma = 3,   // grouped GEMM by mma.sync (kernels/moe/expert_prefill.cuh)
   kFewTokensApart = 4,  // kFewTokens with shrink and expand as launches of their own, as on GPUs without clusters
+  kManyTokensRegisters = 5,  // wgmma with the weights in registers (kernels/moe/expert_prefill_sm90.cuh), else the last
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.
