@@ -21,6 +21,7 @@
 #include <type_traits>
 
 #include "kernels/cuda/wgmma_shared.cuh"
+#include "kernels/moe/expert_prefill_store.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
 
 namespace moelora {
@@ -593,7 +594,7 @@ __device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shar
         if (adapters && described.has_bias != 0) {
           sm90::add_lora_bias<GATE_UP>(acc, p, described, work, tile);
         }
-        sm90::store_tile<GATE_UP>(acc, p, work, tile);
+        finish_rows<GATE_UP>(acc, p, work, tile);
       }
     } else {
       pass(blocks, at, shared);
