@@ -35,6 +35,15 @@ __device__ __forceinline__ void async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
+// An arrival at a barrier in shared memory (kernels/cuda/mbarrier.cuh) once all copies that this thread has started are
+// there. Nothing before sm_90.
+__device__ __forceinline__ void async_arrive(uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  const auto at = static_cast<uint32_t>(__cvta_generic_to_shared(barrier));
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(at) : "memory");
+#endif
+}
+
 // Asks `bytes` into the L2, both multiples of 16. Nothing where the GPU cannot do that.
 __device__ __forceinline__ void prefetch_l2_bulk(const void* from, uint32_t bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

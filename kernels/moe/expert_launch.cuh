@@ -10,6 +10,7 @@
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
+#include "kernels/moe/expert_prefill_tiles_sm90.cuh"
 #include "kernels/moe/expert_stream.cuh"
 
 namespace moelora {
@@ -93,11 +94,16 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
                         int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
-  const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
+  const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensRegisters ||
+                    path == ExpertPath::kManyTokensMma ||
                     (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
     if (shrink.lora != nullptr) {
       lora_shrink_experts_cuda(shrink, stream);
+    }
+    if (path != ExpertPath::kManyTokensMma && path != ExpertPath::kManyTokensRegisters &&
+        launch_expert_prefill_tiles<GATE_UP, Source>(p, num_pairs, num_experts, state)) {
+      return;
     }
     if (path != ExpertPath::kManyTokensMma &&
         launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, num_experts, state)) {

@@ -20,7 +20,7 @@ constexpr int kFillThreads = 128;
 constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
-constexpr int kMaxTokens = 192;            // of a tile
+constexpr int kMaxTokens = 256;            // of a tile
 constexpr int kStepPanels = 4;             // panels of 8 ranks, of a step
 
 // One work item: a tile of an expert.
@@ -29,6 +29,20 @@ struct Work {
   int row_block;
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
+};
+
+// A stage of a ring, and the parity of its use.
+template <int STAGES>
+struct RingPlaceOf {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? STAGES - 1 : stage - 1; }
 };
 
 template <int W>
@@ -46,7 +60,7 @@ __device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles
 // What a block must know about the tokens of a tile. An entry is a module of an adapter: entry MODULES i + m is module
 // m of adapter slots[i].
 struct TileTokens {
-  int32_t first_chunk[kMaxTokens];  // of the token's row in x; tokens past the end repeat the last
+  alignas(16) int32_t first_chunk[kMaxTokens];  // of the token's row in x; tokens past the end repeat the last
   // With adapters only:
   int32_t slot[kMaxTokens];  // 0 = none
   float scale[kMaxTokens];
@@ -122,20 +136,26 @@ __device__ __forceinline__ void list_entries(const ExpertGemm& p, const Work& wo
   }
 }
 
+// Token i of the tile; those past the end repeat the last.
+__device__ __forceinline__ void describe_token(const ExpertGemm& p, const Work& work, TileTokens& tokens, int i) {
+  const bool adapters = p.lora.row_slot != nullptr;
+  const int pair = work.pair + min(i, work.count - 1);
+  const int row = p.x_by_pair && !adapters ? 0 : __ldg(p.order.pair_row + pair);
+  tokens.first_chunk[i] = (p.x_by_pair ? pair : row) * static_cast<int>(p.x_stride / 8);
+  if (adapters) {
+    const int slot = i < work.count ? __ldg(p.lora.row_slot + row) : 0;
+    const float scale = slot != 0 ? __ldg(p.lora.row_scale + row) : 0.0f;
+    tokens.slot[i] = scale != 0.0f ? slot : 0;  // a scale of zero counts as no adapter
+    tokens.scale[i] = scale;
+  }
+}
+
 // By the whole warpgroup; ends with its barrier.
 template <bool GATE_UP, int W>
 __device__ __forceinline__ void describe_tokens(const ExpertGemm& p, const Work& work, TileTokens& tokens, int thread) {
   const bool adapters = p.lora.row_slot != nullptr;
   for (int i = thread; i < W; i += kFillThreads) {
-    const int pair = work.pair + min(i, work.count - 1);
-    const int row = p.x_by_pair && !adapters ? 0 : __ldg(p.order.pair_row + pair);
-    tokens.first_chunk[i] = (p.x_by_pair ? pair : row) * static_cast<int>(p.x_stride / 8);
-    if (adapters) {
-      const int slot = i < work.count ? __ldg(p.lora.row_slot + row) : 0;
-      const float scale = slot != 0 ? __ldg(p.lora.row_scale + row) : 0.0f;
-      tokens.slot[i] = scale != 0.0f ? slot : 0;  // a scale of zero counts as no adapter
-      tokens.scale[i] = scale;
-    }
+    describe_token(p, work, tokens, i);
   }
   if (adapters) {
     barrier_sync(1, kFillThreads);  // slots are there
@@ -251,6 +271,94 @@ __device__ __forceinline__ float load_lora_bias(const ExpertGemm& p, int slot, c
   }
   const std::byte* granule = p.lora.table.granule(slot, record.bias + output / kPerGranule);
   return reinterpret_cast<const float*>(granule)[output % kPerGranule];
+}
+
+// --- The end of an item.
+
+// scale times lora_B.bias of every entry.
+template <bool GATE_UP, int COUNT>
+__device__ __forceinline__ void add_lora_bias(float (&acc)[COUNT], const ExpertGemm& p, const TileTokens& tokens,
+                                              const Work& work, int tile) {
+  for (int entry = 0; entry < tokens.num_entries; ++entry) {
+    const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, work.expert, entry);
+    if (tokens.panels[entry] == 0 || record.bias < 0) {
+      continue;
+    }
+    const int slot = tokens.slots[entry / (GATE_UP ? 2 : 1)];
+    const float record_scale = record.scale;
+    const bool is_low = !GATE_UP || entry % 2 == 0;
+    const bool is_high = !GATE_UP || entry % 2 == 1;
+    const int n_low = (GATE_UP ? 8 : 16) * tile;
+    const float low = is_low ? load_lora_bias(p, slot, record, n_low) : 0.0f;
+    const float high = is_high ? load_lora_bias(p, slot, record, GATE_UP ? n_low : n_low + 8) : 0.0f;
+#pragma unroll
+    for (int i = 0; i < COUNT; i += 4) {
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int token = 2 * i + lane_index() % 4 * 2 + side;
+        if (token < work.count && tokens.slot[token] == slot) {
+          const float scale = tokens.scale[token] * record_scale;
+          acc[i + side] = fmaf(scale, low, acc[i + side]);
+          acc[i + 2 + side] = fmaf(scale, high, acc[i + 2 + side]);
+        }
+      }
+    }
+  }
+}
+
+// Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
+// outputs of token g where the rows allow it.
+__device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& work, int token, int n, float first,
+                                            float second, bool in_pairs) {
+  const int g = lane_index() / 4;
+  const int t = lane_index() % 4;
+  if (in_pairs) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    const uint32_t outputs = transpose8(reinterpret_cast<const uint32_t&>(both));
+    if (token + g < work.count) {
+      auto* to =
+          static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(work.pair + token + g) * p.out_stride + n + 2 * t;
+      if (n + 2 * t + 1 < p.rows) {
+        *reinterpret_cast<uint32_t*>(to) = outputs;
+      } else if (n + 2 * t < p.rows) {
+        *to = reinterpret_cast<const __nv_bfloat162&>(outputs).x;
+      }
+    }
+    return;
+  }
+  if (n + g < p.rows) {
+    if (token + 2 * t < work.count) {
+      store_output(p, work.pair + token + 2 * t, n + g, first);
+    }
+    if (token + 2 * t + 1 < work.count) {
+      store_output(p, work.pair + token + 2 * t + 1, n + g, second);
+    }
+  }
+}
+
+// Bias, activation and store.
+template <bool GATE_UP, int COUNT>
+__device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work, int tile) {
+  const int n_low = (GATE_UP ? 8 : 16) * tile;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+  const float2 bias = tile_bias<GATE_UP>(p, work.expert, tile);
+  const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const int token = 2 * i;
+    if (token >= work.count) {
+      continue;
+    }
+    const float low[2] = {acc[i] + bias.x, acc[i + 1] + bias.x};
+    const float high[2] = {acc[i + 2] + bias.y, acc[i + 3] + bias.y};
+    if constexpr (GATE_UP) {
+      store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
+                  activate(p.activation, p.limit, low[1], high[1]), in_pairs);
+    } else {
+      store_group(p, work, token, n_low, low[0], low[1], in_pairs);
+      store_group(p, work, token, n_high, high[0], high[1], in_pairs);
+    }
+  }
 }
 
 }  // namespace moelora::sm90

@@ -75,6 +75,27 @@ TEST_CASE("moe_down_cuda of MXFP4 tiles in wide layers") {
   }
 }
 
+// As in moe_gate_up_test_cuda.
+TEST_CASE("moe_down_cuda of every number of tokens an expert") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  uint32_t seed = 1000;
+  for (const int32_t rows : {1, 16, 31, 65, 95, 128, 130, 143, 160, 176, 191, 200, 224, 240, 255, 257, 513}) {
+    for (const Store store : {Store::kTiles, Store::kRows}) {
+      DeviceMoe moe({rows, 1, 2, 200, 96, true}, store, true, ++seed);
+      check(moe);
+    }
+  }
+  for (const Store store : {Store::kTiles, Store::kRows}) {
+    DeviceMoe moe({600, 2, 4, 2096, 224}, store, true, ++seed);
+    check(moe);
+    moe.set_adapters(all_kinds(moe), seed);
+    moe.use(slots_modulo(moe.shape.rows, 5), moe.draw.floats(static_cast<size_t>(moe.shape.rows)));
+    check(moe);
+  }
+}
+
 TEST_CASE("moe_down_cuda of MXFP4 scales at both ends of their range") {
   if (gpu() == nullptr) {
     return;

@@ -119,6 +119,22 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
   check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);  // more groups than a cluster of blocks looks up at once
 }
 
+// Tiles of tokens of every width, full, with one token less and one more than a width; several of one expert; blocks
+// that work through several items.
+TEST_CASE("moe_gate_up_cuda of every number of tokens an expert") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  uint32_t seed = 220;
+  for (const int32_t rows : {1, 15, 32, 33, 63, 96, 97, 129, 144, 159, 161, 177, 193, 208, 223, 241, 256, 257, 520}) {
+    check_formula({rows, 1, 2, 96, 40, true}, Store::kTiles, ++seed);
+    check_formula({rows, 1, 2, 72, 76, true}, Store::kRows, ++seed);
+  }
+  check_formula({600, 2, 4, 224, 1032}, Store::kTiles, ++seed);
+  check_adapters({600, 2, 4, 224, 1032}, Store::kTiles, ++seed);
+  check_adapters({560, 2, 4, 200, 1032}, Store::kAlternatingRows, ++seed);
+}
+
 TEST_CASE("moe_gate_up_cuda with all rows on one expert, each with an adapter of its own") {
   if (gpu() == nullptr) {
     return;

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert products of many tokens an expert on sm_90a: a grouped GEMM over (expert, 128 rows of the weight operand, up
+// to 256 tokens) with both operands in shared memory, so that the warps that multiply do nothing else. A ring of stages
+// of 64 inputs, each the weights as bf16 and the tokens in the order of wgmma (kernels/cuda/wgmma.cuh), is filled far
+// ahead, across items, so that the end of one item runs beside the loads of the next. By warpgroup:
+//   0, 1  multiply 64 rows each and finish them: bias, activation, store.
+//   2     warps 0 and 1 bring weights: MXFP4 comes through registers, a block ahead, and is expanded on its way into
+//         the stage; bf16 rows are copied asynchronously. Warp 2 gathers the tokens (asynchronous copies). Warp 3 says
+//         which tokens and adapters the next item has, and asks its weights into the L2.
+// A fourth warpgroup would leave too few registers for products of 256 tokens: ptxas refuses an instruction that does
+// not fit into the registers that the block is started with.
+// An expert's tokens are cut into tiles of nearly equal widths: as few tiles as 256 tokens allow, and products of as
+// many tokens as the tile has, since wgmma costs time by that number in steps of 16. A tile's LoRA is further blocks
+// (kernels/moe/expert_prefill_tile.cuh), their weights and tokens written by the same warps; a tile without adapted
+// tokens has none of them.
+// Limited by the tensor cores, then by shared memory: a block of 128 x 256 x 64 takes 1,024 cycles of the former, and
+// moves 128 KB at 128 bytes a cycle.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/moe/expert_prefill_fill_sm90.cuh"
+#include "kernels/moe/expert_prefill_store.cuh"
+
+namespace moelora {
+namespace sm90_tiles {
+
+// --- The warpgroups that multiply.
+
+__device__ __forceinline__ void release(Shared& shared, int stage) {
+  if (lane_index() == 0) {
+    mbarrier_arrive(&shared.empty[stage]);
+  }
+}
+
+// All blocks of an item, of up to N tokens; `stages`: this warpgroup's rows of the first stage. A block's products run
+// while the next block is waited for.
+template <int N>
+__device__ __forceinline__ void multiply(float (&acc)[kMaxAccumulators], int blocks, RingPlace& at, Shared& shared,
+                                         uint32_t weights, uint32_t tokens) {
+#pragma unroll
+  for (int i = 0; i < kMaxAccumulators; ++i) {
+    acc[i] = 0.0f;
+  }
+#pragma unroll 1
+  for (int b = 0; b < blocks; ++b) {
+    mbarrier_wait(&shared.full[at.stage], at.parity);
+    if constexpr (kFenceByReader) {
+      fence_for_wgmma();
+    }
+    const auto stage = static_cast<uint32_t>(at.stage * kStageBytes);
+    const uint64_t rows = wgmma_descriptor(weights + stage);
+    const uint64_t columns = wgmma_descriptor(tokens + stage);
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const auto at_step = static_cast<uint64_t>(2 * step);
+      wgmma_shared_m64k16<N>(acc, rows + at_step, columns + at_step, 1);
+    }
+    wgmma_commit();
+    wgmma_wait<1>();  // the block before has been read
+    if (b > 0) {
+      release(shared, at.previous());
+    }
+    at.advance();
+  }
+  wgmma_wait<0>();
+  wgmma_hold(acc);
+  release(shared, at.previous());
+}
+// By the narrowest product that holds `count` tokens.
+template <int... WIDTHS>
+__device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kMaxAccumulators], int blocks, RingPlace& at,
+                                                Shared& shared, uint32_t weights, uint32_t tokens) {
+  const auto fits = [&](auto width) {
+    constexpr int N = decltype(width)::value;
+    if (count > N) {
+      return false;
+    }
+    multiply<N>(acc, blocks, at, shared, weights, tokens);
+    return true;
+  };
+  static_cast<void>((fits(std::integral_constant<int, WIDTHS>{}) || ...));
+}
+// A warpgroup without rows only keeps the ring going.
+__device__ __forceinline__ void pass(int blocks, RingPlace& at, Shared& shared) {
+  for (int b = 0; b < blocks; ++b) {
+    mbarrier_wait(&shared.full[at.stage], at.parity);
+    release(shared, at.stage);
+    at.advance();
+  }
+}
+
+template <bool GATE_UP>
+__device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shared, uint32_t stages) {
+  const int group = warp_index() / 4;
+  const uint32_t weights = stages + static_cast<uint32_t>(group * 64 * kRowBytes);
+  const uint32_t tokens = stages + kWeightBytes;
+  RingPlace at;
+  uint32_t nth = 0;
+  for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
+    const Work work = wait_described(shared, nth);
+    const TileTokens& described = shared.tokens[nth % 2];
+    const bool adapters = p.lora.row_slot != nullptr;
+    const int blocks = p.k_blocks + (adapters ? described.num_steps : 0);
+    const int first_tile = work.row_block * kRowTiles;
+    const int tile = first_tile + warp_index();
+    if (first_tile + 4 * group < p.row_tiles) {
+      float acc[kMaxAccumulators];
+      multiply_tokens<32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256>(work.count, acc, blocks, at, shared,
+                                                                               weights, tokens);
+      if (tile < p.row_tiles) {
+        if (adapters && described.has_bias != 0) {
+          sm90::add_lora_bias<GATE_UP>(acc, p, described, work, tile);
+        }
+        finish_rows<GATE_UP>(acc, p, work, tile);
+      }
+    } else {
+      pass(blocks, at, shared);
+    }
+    arrive_done(shared, nth);
+    ++nth;
+  }
+}
+
+template <bool GATE_UP, class Source>
+__global__ void __launch_bounds__(kThreads, 1) expert_prefill_tiles(const __grid_constant__ ExpertGemm p) {
+#ifdef MOELORA_SM90A
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ Shared shared;
+  const uint32_t misaligned = shared_address(dynamic_shared) % kStageAlignment;
+  std::byte* const stages =
+      reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kStageAlignment - misaligned);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(&shared.full[i], full_arrivals(FillerOf<GATE_UP, Source>::Filler::kAhead));
+      mbarrier_init(&shared.empty[i], kMultiplyWarps);
+    }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(&shared.described[i], 1);
+      mbarrier_init(&shared.done[i], kMultiplyWarps + kWeightWarps + 1);
+    }
+  }
+  const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
+  const int active = count_tiles<kTileTokens>(p, shared.tiles);
+  if (threadIdx.x == 0) {  // kept in no register: the warps that multiply need all of theirs
+    shared.active = active;
+    shared.items = shared.tiles.begin[active] * row_blocks;
+  }
+  __syncthreads();  // the barriers are known, too
+  if (threadIdx.x < kMultiplyThreads) {
+    take_registers<kMultiplyRegisters>();
+    multiply_items<GATE_UP>(p, shared, shared_address(stages));
+  } else {
+    give_registers<kFillRegisters>();
+    if (warp_index() < kGatherWarp) {
+      WeightWarps<GATE_UP, Source> weights{p, shared, RingWriter{shared, stages}};
+      weights.fill_all();
+    } else if (warp_index() == kGatherWarp) {
+      GatherWarp<GATE_UP> gather{p, shared, RingWriter{shared, stages}};
+      gather.fill_all();
+    } else {
+      describe_items<GATE_UP, Source>(p, shared, row_blocks);
+    }
+  }
+#endif
+}
+
+}  // namespace sm90_tiles
+
+// False where the code for sm_90a is not there: nothing was launched.
+template <bool GATE_UP, class Source>
+bool launch_expert_prefill_tiles(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+  const auto kernel = sm90_tiles::expert_prefill_tiles<GATE_UP, Source>;
+  static const bool usable = has_code(kernel);
+  if (!usable || state.compute_capability != 90) {
+    return false;
+  }
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90_tiles::kSharedBytes),
+             "shared memory of the expert product");
+  const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
+  const int64_t items = (num_pairs / sm90_tiles::kTileTokens + std::min<int64_t>(num_experts, num_pairs)) * row_blocks;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
+  kernel<<<grid, sm90_tiles::kThreads, sm90_tiles::kSharedBytes, state.stream>>>(p);
+  return true;
+}
+
+}  // namespace moelora
