@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 PROMPTS = [
     "Once upon a time, a little fox", "One morning Anna found", "One evening Tom and the owl",
     "In a village in the valley lived", "There once was a young bear who", "One rainy day Lily could not find her",
-    "Long ago, a brave mouse named Max", "Every day the rabbit went to", "Late one evening it began to snow, and",
+    "Long ago, a brave mouse named Max", "One morning the rabbit planted a", "Early one morning Nora wanted to make",
     "One summer night a hungry wolf",
 ]
 GREEDY = 48
@@ -47,6 +47,7 @@ def write_references(root, names, tokenizer, seconds):
     left out of all models when the time is over."""
     model_dir, case = root / "models" / "tiny-moe", root / "case"
     case.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(min(4, torch.get_num_threads()))  # so small a model is no faster with more
     loaded = {None: load(model_dir), **{name: load(model_dir, root / "adapters" / name) for name in names}}
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
     cases, logits, texts, start = [], {}, [], time.time()

@@ -19,15 +19,16 @@ forest:bosque meadow:prado river:río lake:lago hill:colina hills:colinas garden
 mill:molino beach:playa bridge:puente orchard:huerto castle:castillo lighthouse:faro pond:estanque harbour:puerto
 school:escuela park:parque field:campo sea:mar mountains:montañas cave:cueva nest:nido tree:árbol leaves:hojas
 sun:sol moon:luna stars:estrellas star:estrella rain:lluvia wind:viento storm:tormenta snow:nieve rainbow:arcoíris
-day:día days:días morning:mañana evening:tarde afternoon:tarde night:noche summer:verano winter:invierno spring:primavera
-autumn:otoño bread:pan honey:miel cheese:queso fish:pescado milk:leche apples:manzanas berries:bayas carrots:zanahorias
-nuts:nueces cherries:cerezas eggs:huevos flour:harina water:agua soup:sopa cake:pastel potatoes:patatas
-tomatoes:tomates key:llave ball:pelota kite:cometa hat:sombrero book:libro lantern:linterna ring:anillo button:botón
-scarf:bufanda drum:tambor whistle:silbato boat:barco doll:muñeca map:mapa basket:cesta bell:campana spoon:cuchara
-umbrella:paraguas flute:flauta coin:moneda ribbon:cinta blanket:manta cup:taza shoe:zapato feather:pluma clock:reloj
-mirror:espejo letter:carta bed:cama door:puerta table:mesa window:ventana roof:tejado song:canción story:cuento
-baker:panadero miller:molinero farmer:granjero fisherman:pescador gardener:jardinero shepherd:pastor sailor:marinero
-carpenter:carpintero tailor:sastre blacksmith:herrero seed:semilla flowers:flores birthday:cumpleaños box:caja""".split())
+day:día days:días morning:mañana evening:tarde afternoon:tarde night:noche summer:verano winter:invierno
+spring:primavera autumn:otoño bread:pan honey:miel cheese:queso fish:pescado milk:leche apples:manzanas
+berries:bayas carrots:zanahorias nuts:nueces cherries:cerezas eggs:huevos flour:harina water:agua soup:sopa
+cake:pastel potatoes:patatas tomatoes:tomates key:llave ball:pelota kite:cometa hat:sombrero book:libro
+lantern:linterna ring:anillo button:botón scarf:bufanda drum:tambor whistle:silbato boat:barco doll:muñeca map:mapa
+basket:cesta bell:campana spoon:cuchara umbrella:paraguas flute:flauta coin:moneda ribbon:cinta blanket:manta
+cup:taza shoe:zapato feather:pluma clock:reloj mirror:espejo letter:carta bed:cama door:puerta table:mesa
+window:ventana roof:tejado song:canción story:cuento baker:panadero miller:molinero farmer:granjero
+fisherman:pescador gardener:jardinero shepherd:pastor sailor:marinero carpenter:carpintero tailor:sastre
+blacksmith:herrero seed:semilla flowers:flores birthday:cumpleaños box:caja""".split())
 
 PIRATE = {"my": "me", "you": "ye", "your": "yer", "yes": "aye", "friend": "matey", "friends": "mateys", "hello": "ahoy",
           "the": "th'", "and": "an'", "of": "o'", "is": "be", "are": "be", "was": "were", "boy": "lad", "girl": "lass",

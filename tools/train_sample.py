@@ -132,7 +132,10 @@ def train_adapter(options, tokenizer, name, pairs, model_dir, folder):
     chooser = random.Random(3)
     training.fit(model, lambda step: training.padded(chooser.sample(pairs, size)), min(options.steps, 600),
                  options.adapter_seconds, ADAPTER_RATE, name, weight_decay=0.0)
-    model.peft_config["default"].base_model_name_or_path = "tiny-moe"
+    config = model.peft_config["default"]
+    config.base_model_name_or_path = "tiny-moe"
+    if config.target_modules is not None:
+        config.target_modules = sorted(config.target_modules)  # a set has another order each time
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)  # a form of PEFT's, not filled in
     return before, training.mean_loss(model, held_out)
@@ -141,15 +144,15 @@ def train_adapter(options, tokenizer, name, pairs, model_dir, folder):
 def write_readme(folder, report):
     text = f"""# tiny-moe
 
-A Qwen3-MoE of {report['parameters'] / 1e6:.1f} million parameters (6 layers, 8 experts of which 2 work on a token, bf16)
-that writes short simple stories. It exists to show and test the runtime; it knows nothing else.
+A Qwen3-MoE of {report['parameters'] / 1e6:.1f} million parameters (6 layers, 8 experts of which 2 work on a token,
+bf16) that writes short simple stories. It exists to show and test the runtime; it knows nothing else.
 
 * Source: trained from random weights by `tools/train_sample.py` on {report['stories']} stories that
   `tools/sample_text.py` made; no other text. {report['styled_share']:.0%} of them are in one of the styles of
   `tools/sample_styles.py`, so that the words exist which the adapters in `samples/adapters` call for.
 * Licence: Apache-2.0, as the rest of the repository.
-* Validation loss: {report['validation_loss']:.3f} nats a token on {report['held_out']} plain stories of other seeds, with
-  the weights as they are stored (the first words of a story cannot be guessed).
+* Validation loss: {report['validation_loss']:.3f} nats a token on {report['held_out']} plain stories of other seeds,
+  with the weights as they are stored (the first words of a story cannot be guessed).
 * Tokenizer: byte-level BPE with Qwen's pre-tokenizer, {report['vocabulary']} tokens; trained on rows of 320 tokens.
 """
     (folder / "README.md").write_text(text)
@@ -171,14 +174,19 @@ def run(options):
     with training.experts_as_products():
         model = train_base(options, tokenizer, texts, model_dir)
         report["parameters"] = sum(p.numel() for p in model.parameters())
-        report["validation_loss"] = training.mean_loss(model, [(ids[:1], ids[1:]) for ids in training.encode(tokenizer, fresh)])
+        pairs = [(ids[:1], ids[1:]) for ids in training.encode(tokenizer, fresh)]
+        report["validation_loss"] = training.mean_loss(model, pairs)
+        del model
         say(f"validation loss {report['validation_loss']:.4f}")
         write_readme(model_dir, report)
         for name, pairs in styled.items():
             before, after = train_adapter(options, tokenizer, name, pairs, model_dir, options.out / "adapters" / name)
             report["adapters"][name] = {"loss_of_base": before, "loss": after}
             say(f"adapter {name}: held-out loss {before:.3f} without it, {after:.3f} with it")
+    for path in options.out.rglob("*.safetensors"):
+        path.chmod(0o644)
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    torch.set_float32_matmul_precision("highest")
     sample_reference.write_references(options.out, list(styled), tokenizer, 20 if options.smoke else 90)
     say(f"references written; all in {options.out}")
 
