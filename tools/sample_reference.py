@@ -3,12 +3,14 @@
 `moelora verify` (expected.json, expected.safetensors) and the texts side by side."""
 
 import json
-import time
+import multiprocessing
+import os
 
 import peft
 import torch
 import transformers
 from safetensors.torch import save_file
+from torch.nn.utils import parametrize
 
 PROMPTS = [
     "Once upon a time, a little fox", "One morning Anna found", "One evening Tom and the owl",
@@ -42,30 +44,36 @@ def greedy(model, prompt, count=GREEDY):
     return prompt_logits, tokens, margins
 
 
-def write_references(root, names, tokenizer, seconds):
-    """root/case from root/models/tiny-moe and root/adapters/NAME; a table of texts in root/texts.txt. A prompt is
-    left out of all models when the time is over."""
+def answers(model_dir, adapter_dir, prompts):
+    """greedy() of each prompt by the base or one adapter, logits as numpy; run in a process of its own."""
+    torch.set_num_threads(1)  # so small a model is hardly faster with more
+    model = load(model_dir, adapter_dir)
+    with parametrize.cached():  # else PEFT adds up an expert's weight each time that it is read
+        found = [greedy(model, prompt) for prompt in prompts]
+    return [(logits.numpy(), tokens, margins) for logits, tokens, margins in found]
+
+
+def write_references(root, names, tokenizer, num_prompts):
+    """root/case from root/models/tiny-moe and root/adapters/NAME; a table of texts in root/texts.txt."""
     model_dir, case = root / "models" / "tiny-moe", root / "case"
     case.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(min(4, torch.get_num_threads()))  # so small a model is no faster with more
-    loaded = {None: load(model_dir), **{name: load(model_dir, root / "adapters" / name) for name in names}}
-    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS]
-    cases, logits, texts, start = [], {}, [], time.time()
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROMPTS[:num_prompts]]
+    folders = [None] + [root / "adapters" / name for name in names]
+    with multiprocessing.get_context("spawn").Pool(min(len(folders), max(1, os.cpu_count() // 2))) as pool:
+        found = pool.starmap(answers, [(model_dir, folder, prompts) for folder in folders], chunksize=1)
+    cases, logits, texts = [], {}, []
     for at, prompt in enumerate(prompts):
-        if time.time() - start > seconds:
-            print(f"  no time for prompts from {at} on", flush=True)
-            break
         rows = min(ROWS.get(at, 1), len(prompt))
         texts.append(f"== {PROMPTS[at]} ...")
-        for name, model in loaded.items():
-            prompt_logits, tokens, margins = greedy(model, prompt)
+        for name, of_model in zip([None, *names], found):
+            prompt_logits, tokens, margins = of_model[at]
             key = f"{name or 'base'}.{at}"
-            logits[key] = prompt_logits[-rows:].contiguous()
+            logits[key] = torch.from_numpy(prompt_logits[-rows:]).contiguous()
             text = tokenizer.decode(tokens, skip_special_tokens=False)
             cases.append({"adapter": name, "prompt": prompt, "logits": key, "first_position": len(prompt) - rows,
                           "greedy": tokens, "greedy_margin": margins, "text": text})
             texts.append(f"[{name or 'base'}]{text}")
-        print("\n".join(texts[-len(loaded) - 1:]), flush=True)
+    print("\n".join(texts), flush=True)
     cases.sort(key=lambda one: ([None, *names].index(one["adapter"]), int(one["logits"].split(".")[1])))
     save_file(logits, case / "expected.safetensors")
     header = {"transformers": transformers.__version__, "peft": peft.__version__, "questions": PROMPTS[:len(prompts)]}

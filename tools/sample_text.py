@@ -229,7 +229,8 @@ sick
 # May stand between any two sentences of a plot.
 BETWEEN = [
     "the sun was shining.", "a little bird sang in a tree.", "it was very quiet {place}.",
-    "the air smelled of {smell}.", "{B} laughed.", "{A} thought about it for a moment.", "nobody said a word.", "the {worker} waved to them.",
+    "the air smelled of {smell}.", "{B} laughed.",
+    "{A} thought about it for a moment.", "nobody said a word.", "the {worker} waved to them.",
     "{A} ate some {food}.", "somewhere a bell rang.", "a {colour} butterfly flew by.", "{A} was a little tired.",
     "{B} sat down beside {him}.", "the sky was full of {clouds}.", "{A} was happy to have such a friend.",
 ]

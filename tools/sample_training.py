@@ -144,7 +144,8 @@ def fit(model, batch, steps, seconds, rate, label, router_loss=0.0, weight_decay
         if progress >= 1:
             break
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, max((step + 1) / warmup, 20 * progress)) * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
+            rise = min(1, max((step + 1) / warmup, 20 * progress))
+            group["lr"] = rate * rise * (0.02 + 0.49 * (1 + math.cos(math.pi * progress)))
         tokens, labels = batch(step)
         tokens, labels = tokens.to(device, non_blocking=True).long(), labels.to(device, non_blocking=True).long()
         with torch.autocast(device.type, dtype=torch.bfloat16):

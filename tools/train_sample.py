@@ -187,7 +187,7 @@ def run(options):
         path.chmod(0o644)
     (options.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     torch.set_float32_matmul_precision("highest")
-    sample_reference.write_references(options.out, list(styled), tokenizer, 20 if options.smoke else 90)
+    sample_reference.write_references(options.out, list(styled), tokenizer, 2 if options.smoke else 10)
     say(f"references written; all in {options.out}")
 
 
