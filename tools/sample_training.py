@@ -57,7 +57,7 @@ def save_tokenizer(tokenizer, folder):
 
 
 def model_config(vocabulary, smoke):
-    """About 6.8 million parameters, of which 2 of 8 experts work on a token."""
+    """6.7 million parameters, of which 2 of 8 experts work on a token."""
     return Qwen3MoeConfig(
         vocab_size=-(-vocabulary // 64) * 64, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
         num_hidden_layers=2 if smoke else 6, num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
