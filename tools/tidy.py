@@ -56,6 +56,7 @@ LAYERS = {
     "runtime/model": ["runtime/adapter", "runtime/memory", "runtime/io", "kernels"],
     "runtime/adapter": ["runtime/memory", "runtime/io", "runtime/model/config.h", "kernels"],
     "runtime/memory": ["kernels"],
+    "runtime/text": ["runtime/io", "kernels/base"],
     "runtime/io": ["kernels/base"],
     "kernels": ["kernels"],
     "kernels/base": [],
