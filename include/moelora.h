@@ -709,22 +709,36 @@ MOELORA_API moelora_status moelora_queue_wake(moelora_queue *queue, moelora_erro
 
 /* ---------------------------------------------------------------------------------------------------- tokenizer */
 
-/** Opens a model folder's tokenizer. since 0.1. Errors: E_UNSUPPORTED in a library without tokenizers, as all
-    functions of this group. Ownership: caller owns *out, moelora_tokenizer_release. Threads: any; blocks. */
+/** Flags of moelora_tokenize. since 0.1 */
+enum {
+  MOELORA_TOKENIZE_NO_SPECIAL = 1, /* nothing around the text: no BOS where the model wants one */
+  MOELORA_TOKENIZE_PLAIN_TEXT = 2  /* the names of special tokens in the text are text: for text of strangers */
+};
+/** Flags of moelora_detokenize. since 0.1 */
+enum { MOELORA_DETOKENIZE_SKIP_SPECIAL = 1 }; /* special tokens give no text */
+
+/** Opens a model folder's tokenizer: tokenizer.json, and tokenizer_config.json where that adds BOS. Needs no engine and
+    no GPU. since 0.1. Errors: E_NOT_FOUND without tokenizer.json, E_IO, E_CORRUPT, E_UNSUPPORTED, naming file and
+    field. Ownership: caller owns *out, moelora_tokenizer_release. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_tokenizer_open(const char *model_dir, size_t model_dir_len, moelora_tokenizer **out,
                                                   moelora_error *err);
-/** The tokenizer of an engine's model. since 0.1. Ownership: caller owns a reference. Threads: any. */
+/** The tokenizer of an engine's model, read at the first call; outlives the engine. since 0.1.
+    Errors: as moelora_tokenizer_open. Ownership: caller owns a reference. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_tokenizer_from_engine(moelora_engine *engine, moelora_tokenizer **out,
                                                          moelora_error *err);
-/** since 0.1. Threads: any. */
+/** NULL is allowed. since 0.1. Threads: any. */
 MOELORA_API void moelora_tokenizer_release(moelora_tokenizer *tokenizer);
-/** Text to token ids; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Text to token ids; two-step. Text is UTF-8, at most 1 GiB, and may have NUL characters. A chat template's text often
+    begins with the BOS itself: give NO_SPECIAL then. since 0.1.
+    Errors: MORE; E_INVALID for text that is not UTF-8, naming the byte. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_tokenize(moelora_tokenizer *tokenizer, const char *text, size_t text_len,
                                             uint32_t flags, int32_t *buf, size_t cap, size_t *n, moelora_error *err);
-/** Token ids to text bytes; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Token ids to text, two-step, without a NUL. Always valid UTF-8: bytes that are not become U+FFFD. Ids that no token
+    has give nothing. since 0.1. Errors: MORE; E_INVALID below 0. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_detokenize(moelora_tokenizer *tokenizer, const int32_t *tokens, size_t num_tokens,
                                               uint32_t flags, char *buf, size_t cap, size_t *n, moelora_error *err);
-/** Raw bytes of one id; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Raw bytes of one id, perhaps a part of a character; two-step, without a NUL; none for an id that no token has.
+    since 0.1. Errors: MORE; E_INVALID below 0. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_token_text(moelora_tokenizer *tokenizer, int32_t token, char *buf, size_t cap,
                                               size_t *n, moelora_error *err);
 

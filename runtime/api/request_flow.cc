@@ -211,7 +211,7 @@ Status read_tokens(EngineObject& object, const Submission& submission, int32_t t
 }
 
 void fail_no_tokenizer() {
-  throw Error(Status::kUnsupported, "no tokenizer: this version takes and gives token ids only");
+  throw Error(Status::kUnsupported, "no tokenizer in requests: this version takes and gives their token ids only");
 }
 
 }  // namespace moelora::api

@@ -191,6 +191,32 @@ double Request::router_gap(int32_t row) const {
   return static_cast<double>(gap);
 }
 
+Tokenizer::Tokenizer(const std::string& model) {
+  must(moelora_tokenizer_open, model.data(), model.size(), &tokenizer_);
+}
+
+std::vector<int32_t> Tokenizer::tokenize(const std::string& text, uint32_t flags) const {
+  std::vector<int32_t> tokens(text.size() / 2 + 16);
+  size_t size = 0;
+  while (must(moelora_tokenize, tokenizer_, text.data(), text.size(), flags, tokens.data(), tokens.size(), &size) ==
+         MOELORA_MORE) {
+    tokens.resize(size);
+  }
+  tokens.resize(size);
+  return tokens;
+}
+
+std::string Tokenizer::detokenize(const std::vector<int32_t>& tokens, uint32_t flags) const {
+  std::string text(16 * tokens.size() + 16, '\0');
+  size_t size = 0;
+  while (must(moelora_detokenize, tokenizer_, tokens.data(), tokens.size(), flags, text.data(), text.size(), &size) ==
+         MOELORA_MORE) {
+    text.resize(size);
+  }
+  text.resize(size);
+  return text;
+}
+
 const char* finish_name(int32_t reason) {
   switch (reason) {
     case MOELORA_FINISH_STOP:

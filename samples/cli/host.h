@@ -118,6 +118,20 @@ class Request {
   std::vector<int32_t> tokens_;
 };
 
+// A model folder's tokenizer.
+class Tokenizer {
+ public:
+  explicit Tokenizer(const std::string& model);
+  ~Tokenizer() { moelora_tokenizer_release(tokenizer_); }
+  Tokenizer(const Tokenizer&) = delete;
+  Tokenizer& operator=(const Tokenizer&) = delete;
+  [[nodiscard]] std::vector<int32_t> tokenize(const std::string& text, uint32_t flags) const;
+  [[nodiscard]] std::string detokenize(const std::vector<int32_t>& tokens, uint32_t flags) const;
+
+ private:
+  moelora_tokenizer* tokenizer_ = nullptr;
+};
+
 const char* finish_name(int32_t reason);
 double now_ms();  // monotonic
 

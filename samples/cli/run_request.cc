@@ -180,7 +180,8 @@ class Builder {
 std::string detokenize(moelora_tokenizer* tokenizer, const std::vector<int32_t>& tokens) {
   std::string text(16 * tokens.size() + 16, '\0');
   size_t size = 0;
-  while (must(moelora_detokenize, tokenizer, tokens.data(), tokens.size(), 0u, text.data(), text.size(), &size) ==
+  const auto flags = static_cast<uint32_t>(MOELORA_DETOKENIZE_SKIP_SPECIAL);
+  while (must(moelora_detokenize, tokenizer, tokens.data(), tokens.size(), flags, text.data(), text.size(), &size) ==
          MOELORA_MORE) {
     text.resize(size);
   }

@@ -47,6 +47,25 @@ def test_version_and_usage():
         check(result.returncode == 2, f"wrong usage exits 2: {arguments}", result)
 
 
+def test_tokenize():
+    folder = CASES + "/../tokenizers/mixtral"
+    text = "caf\u00e9 <|user|>\0 x\n"
+    result = moelora("tokenize", "--model", folder, "--json", stdin=text)
+    check(result.returncode == 0 and list(json.loads(result.stdout)) == ["ids"], "tokenize --json", result)
+    ids = json.loads(result.stdout)["ids"]
+    plain = moelora("tokenize", "--model", folder, "--no-special", stdin=text)
+    check(plain.stdout == " ".join(map(str, ids[1:])) + "\n", "tokenize --no-special leaves out BOS", plain)
+    back = moelora("detokenize", "--model", folder, stdin=plain.stdout)
+    # The mark that the normaliser puts before a segment is a space behind a special token.
+    check(back.returncode == 0 and back.stdout == text.replace("<|user|>", "<|user|> "), "detokenize", back)
+    back = moelora("detokenize", "--model", folder, "--json", "--skip-special", stdin="[1, 369, 320]")
+    check(json.loads(back.stdout) == {"text": "a"}, "detokenize --json --skip-special", back)
+    result = moelora("tokenize", "--model", MODEL, stdin="a")
+    check(result.returncode == 1 and "tokenizer.json" in result.stderr, "tokenize names the missing file", result)
+    result = moelora("detokenize", "--model", folder, stdin="1 x")
+    check(result.returncode == 1 and "'x'" in result.stderr, "detokenize names a bad token", result)
+
+
 def test_generate():
     case = REFERENCE[("attn", 7)]
     result = moelora("generate", "--model", MODEL, *adapter("attn"), *adapter("experts"), "--base", "--json",
