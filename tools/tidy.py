@@ -52,7 +52,7 @@ LAYERS = {
     "samples": ["include"],
     "samples/cli": ["include"],
     "runtime/api": ["include", "runtime", "kernels/base"],
-    "runtime/engine": ["runtime/model", "runtime/adapter", "runtime/memory", "runtime/io", "kernels"],
+    "runtime/engine": ["runtime/model", "runtime/adapter", "runtime/memory", "runtime/text", "runtime/io", "kernels"],
     "runtime/model": ["runtime/adapter", "runtime/memory", "runtime/io", "kernels"],
     "runtime/adapter": ["runtime/memory", "runtime/io", "runtime/model/config.h", "kernels"],
     "runtime/memory": ["kernels"],

@@ -2,15 +2,10 @@
 // moelora.h, group "tokenizer".
 #include "runtime/api/boundary.h"
 #include "runtime/api/handles.h"
+#include "runtime/api/request_flow.h"
 
 using namespace moelora;
 using namespace moelora::api;
-
-namespace {
-
-constexpr size_t kTextBytesMax = size_t{1} << 30;
-
-}  // namespace
 
 moelora_status moelora_tokenizer_open(const char* model_dir, size_t model_dir_len, moelora_tokenizer** out,
                                       moelora_error* err) {

@@ -93,4 +93,15 @@ inline void utf8_append(uint32_t code_point, std::string& out) {
   }
 }
 
+// The most bytes of a well-formed text, at most `room`, that are whole code points.
+inline size_t whole_code_points(std::string_view text, size_t room) {
+  if (text.size() <= room) {
+    return text.size();
+  }
+  while (room > 0 && (static_cast<unsigned char>(text[room]) & 0xC0) == 0x80) {
+    --room;
+  }
+  return room;
+}
+
 }  // namespace moelora

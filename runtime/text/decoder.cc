@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/text/decoder.h"
 
+#include <algorithm>
+#include <utility>
+
 #include "runtime/io/utf8.h"
 #include "runtime/text/byte_alphabet.h"
 #include "runtime/text/normalizer.h"
@@ -121,6 +124,13 @@ void Decoder::set_token(int32_t id, const std::string& text, bool added, bool sp
   }
   tokens_[index] = {static_cast<uint32_t>(bytes_.size()), static_cast<uint32_t>(bytes.size()), true, special, is_byte};
   bytes_ += bytes;
+  max_token_bytes_ = std::max(max_token_bytes_, bytes.size());
+}
+
+DecodeState Decoder::continuation() const {
+  DecodeState state = {true, false, 0, {}};
+  state.bytes.reserve(max_token_bytes_ + 4);  // behind an unfinished code point
+  return state;
 }
 
 void Decoder::append(int32_t id, bool skip_special, DecodeState& state, std::string& out) const {
@@ -143,13 +153,13 @@ void Decoder::append(int32_t id, bool skip_special, DecodeState& state, std::str
   if (kind_ == Kind::kJoin && !first) {
     out += ' ';
   }
-  if (mark_.empty()) {
-    emit(bytes_of(token), state, out);
-  } else {
-    std::string text(bytes_of(token));
-    replace_all(text, mark_, first && drop_first_ ? "" : " ");
-    emit(text, state, out);
+  std::string_view text = bytes_of(token);
+  for (size_t at = mark_.empty() ? text.npos : text.find(mark_); at != text.npos; at = text.find(mark_)) {
+    emit(text.substr(0, at), state, out);
+    emit(first && drop_first_ ? "" : " ", state, out);
+    text.remove_prefix(at + mark_.size());
   }
+  emit(text, state, out);
 }
 
 void Decoder::finish(DecodeState& state, std::string& out) const {

@@ -30,6 +30,8 @@ class Decoder {
   void set_token(int32_t id, const std::string& text, bool added, bool special);
 
   [[nodiscard]] DecodeState start(bool streaming) const { return {streaming, true, strip_start_, {}}; }
+  // A stream behind other text: nothing is taken away at its beginning. Appending takes no memory but that of `out`.
+  [[nodiscard]] DecodeState continuation() const;
   // Appends to `out` what is known once this token is there. An id without a token adds nothing; a special one neither
   // with `skip_special`. Streaming gives whole code points only; ill-formed bytes become U+FFFD.
   void append(int32_t id, bool skip_special, DecodeState& state, std::string& out) const;
@@ -39,6 +41,7 @@ class Decoder {
   // The bytes that a token stands for by itself; empty for an id without one.
   [[nodiscard]] std::string token_bytes(int32_t id) const;
   [[nodiscard]] size_t num_ids() const { return tokens_.size(); }
+  [[nodiscard]] size_t max_token_bytes() const { return max_token_bytes_; }
 
  private:
   enum class Kind : uint8_t { kJoin, kByteLevel, kChain };
@@ -72,14 +75,16 @@ class Decoder {
   size_t strip_start_ = 0;  // at most this many
   std::vector<Token> tokens_;
   std::string bytes_;
+  size_t max_token_bytes_ = 0;
 };
 
 // Decodes token by token: what `push` and `finish` return, put together, is the whole text, and each part consists of
 // whole code points, whatever the borders of tokens. Borrows the decoder.
 class TextStream {
  public:
-  TextStream(const Decoder& decoder, bool skip_special)
-      : decoder_(&decoder), skip_special_(skip_special), state_(decoder.start(true)) {}
+  TextStream(const Decoder& decoder, bool skip_special) : TextStream(decoder, skip_special, decoder.start(true)) {}
+  TextStream(const Decoder& decoder, bool skip_special, DecodeState state)
+      : decoder_(&decoder), skip_special_(skip_special), state_(std::move(state)) {}
   // Appends to `out`.
   void push(int32_t id, std::string& out) { decoder_->append(id, skip_special_, state_, out); }
   void finish(std::string& out) { decoder_->finish(state_, out); }

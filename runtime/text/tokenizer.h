@@ -43,6 +43,11 @@ class Tokenizer {
   [[nodiscard]] std::string token_bytes(int32_t id) const;
   // Token by token; lives no longer than the tokenizer.
   [[nodiscard]] TextStream stream(bool skip_special) const { return {decoder_, skip_special}; }
+  // The text behind a prompt, without special tokens.
+  [[nodiscard]] TextStream continuation() const { return {decoder_, true, decoder_.continuation()}; }
+  // What `add_special` puts before a text.
+  [[nodiscard]] const std::vector<int32_t>& opening() const { return post_processor_.before(); }
+  [[nodiscard]] size_t max_token_bytes() const { return decoder_.max_token_bytes(); }
   // The largest id plus one.
   [[nodiscard]] size_t num_ids() const { return decoder_.num_ids(); }
 
