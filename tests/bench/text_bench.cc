@@ -42,7 +42,9 @@ void run(const char* model, const char* path, double budget) {
   std::printf("open         %8.3f s, %zu ids\n", seconds_since(opened), tokenizer->num_ids());
   const auto first = Clock::now();
   const std::vector<int32_t> ids = tokenizer->encode(text, {});
-  print("encode, cold", text.size(), ids.size(), seconds_since(first));
+  const double cold = seconds_since(first);
+  std::printf("tokens       %8zu\n", ids.size());
+  print("encode, cold", text.size(), ids.size(), cold);
   print("encode", text.size(), ids.size(), best_seconds(budget, [&] { (void)tokenizer->encode(text, {}); }));
   print("decode", text.size(), ids.size(),
         best_seconds(budget, [&] { (void)tokenizer->decode(ids.data(), ids.size(), false); }));
