@@ -127,7 +127,8 @@ def test_text():
     streamed = moelora("generate", *flags, "--tokens", "256 104 105")
     check(streamed.stdout.split() == list(map(str, by_id["tokens"])), "generate --tokens streams ids", streamed)
     several = moelora("generate", *flags, "--text", "hi", "--base", *adapter("attn"))
-    check(lines_of(f"base:\n{text}\n") in several.stdout and "attn:\n" in several.stdout, "generate: several texts", several)
+    check(lines_of(f"base:\n{text}\n") in several.stdout and "attn:\n" in several.stdout,
+          "generate: several texts", several)
     stop = text[len(text) // 2]
     wanted = text[:text.index(stop)]
     stopped = moelora("generate", *flags, "--text", "hi", "--stop", "no such text", "--stop", stop)
