@@ -65,6 +65,7 @@ for turn in range(3):
     start = time.perf_counter()
     tokenizer.decode(ids, skip_special_tokens=False)
     best_decode = min(best_decode, time.perf_counter() - start)
-print(f"tokenizers {tokenizers.__version__}, {len(ids)} tokens: encode {size / 1e6 / best:.2f} MB/s, cold "
-      f"{size / 1e6 / cold:.2f} MB/s, by lines {size / 1e6 / best_lines:.2f} MB/s, decode {size / 1e6 / best_decode:.2f} MB/s")
+print(f"tokenizers {tokenizers.__version__}, {len(ids)} tokens: encode {size / 1e6 / best:.2f} MB/s, "
+      f"cold {size / 1e6 / cold:.2f} MB/s, by lines {size / 1e6 / best_lines:.2f} MB/s, "
+      f"decode {size / 1e6 / best_decode:.2f} MB/s")
 PYTHON
