@@ -537,7 +537,7 @@ MOELORA_API moelora_status moelora_sampling_from_model(moelora_engine *engine, m
 /** Finish reasons. since 0.1 */
 enum {
   MOELORA_FINISH_NONE = 0,
-  MOELORA_FINISH_STOP = 1,      /* eos or a stop token; result.stop_index tells */
+  MOELORA_FINISH_STOP = 1,      /* eos, a stop token or a stop string; result.stop_index tells */
   MOELORA_FINISH_LENGTH = 2,    /* max_tokens or the context */
   MOELORA_FINISH_CANCELLED = 3,
   MOELORA_FINISH_DEADLINE = 4,
@@ -549,7 +549,7 @@ typedef struct moelora_chunk {
   uint32_t struct_size;
   int32_t first_position;  /* of the output, of the first token copied */
   uint32_t num_tokens;     /* copied */
-  uint32_t num_text_bytes; /* copied */
+  uint32_t num_text_bytes; /* copied: whole characters */
 } moelora_chunk;
 #define moelora_chunk_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -561,7 +561,7 @@ typedef struct moelora_result {
   int32_t prompt_tokens;
   int32_t output_tokens;
   int32_t cached_tokens;  /* prompt and session tokens that were not computed again */
-  int32_t stop_index;     /* which stop token, in order of adding; -1 = eos or none */
+  int32_t stop_index;     /* which stop, strings and tokens counted in order of adding; -1 = eos or none */
   int32_t preemptions;
   uint64_t seed;          /* used */
   double queue_ms;        /* from submit until first scheduled */
@@ -585,8 +585,12 @@ enum { MOELORA_CANCEL_DROP_TURN = 1 }; /* the session goes back to before the re
 /** Starts building a request. since 0.1.
     Errors: none of its own. Ownership: caller owns the handle, moelora_request_close. Threads: any. */
 MOELORA_API moelora_status moelora_request_create(moelora_engine *engine, moelora_request *out, moelora_error *err);
-/** The prompt as text. since 0.1. Errors: E_UNSUPPORTED without a tokenizer; E_INVALID once submitted. Ownership:
-    copied. Threads: one at a time while building. */
+/** The prompt as text: the model's tokenizer makes tokens of it (read at the first use, as
+    moelora_tokenizer_from_engine). The BOS, where the model wants one, is put before it unless the text begins with it
+    or a session has a history. Names of special tokens are those tokens: for text of strangers, moelora_tokenize with
+    PLAIN_TEXT and moelora_request_set_tokens. since 0.1.
+    Errors: E_UNSUPPORTED without a tokenizer; E_INVALID for text that is not UTF-8, or once submitted;
+    E_CONTEXT_LENGTH. Ownership: copied. Threads: one at a time while building; blocks while the tokenizer is read. */
 MOELORA_API moelora_status moelora_request_set_text(moelora_engine *engine, moelora_request request, const char *text,
                                                     size_t text_len, moelora_error *err);
 /** The prompt as token ids; with a session, what is appended to its history. since 0.1.
@@ -605,10 +609,15 @@ MOELORA_API moelora_status moelora_request_set_session(moelora_engine *engine, m
     copied. */
 MOELORA_API moelora_status moelora_request_set_sampling(moelora_engine *engine, moelora_request request,
                                                         const moelora_sampling *sampling, moelora_error *err);
-/** A stop string. since 0.1. Errors: E_UNSUPPORTED without a tokenizer. Ownership: copied. */
+/** A text that ends the output, found wherever the borders of tokens are. The output's text ends before it, and no
+    part of it is ever given out: what may become one is held back. Its tokens are output, with the whole last one. Of
+    several the one that is complete first counts, then the longest. Before min_tokens it is text. At most 64 of at most
+    1024 bytes. since 0.1.
+    Errors: E_UNSUPPORTED without a tokenizer; E_INVALID if empty or not UTF-8. Ownership: copied. */
 MOELORA_API moelora_status moelora_request_add_stop(moelora_engine *engine, moelora_request request, const char *text,
                                                     size_t text_len, moelora_error *err);
-/** A token that ends the output; it is delivered as the last one. At most 64. since 0.1. Errors: E_INVALID. */
+/** A token that ends the output; it is delivered as the last one, and is no part of the text. At most 64. since 0.1.
+    Errors: E_INVALID. */
 MOELORA_API moelora_status moelora_request_add_stop_token(moelora_engine *engine, moelora_request request,
                                                           int32_t token, moelora_error *err);
 /** Events of this request go to `queue` (NULL: none) with `tag`. since 0.1. Ownership: the request keeps the queue
@@ -634,11 +643,16 @@ MOELORA_API moelora_status moelora_request_submit(moelora_engine *engine, moelor
     Threads: any. */
 MOELORA_API moelora_status moelora_submit_batch(moelora_engine *engine, const moelora_request *requests,
                                                 size_t num_requests, moelora_status *each, moelora_error *err);
-/** Takes what is ready, at least one token or TIMEOUT. `text` may be NULL with text_cap 0; `chunk` may be NULL only
-    if token_cap is 1. END is sticky: finished (for whatever reason but an error) and all read.
-    since 0.1. Errors: TIMEOUT, END; the request's own error once all before it was read, sticky; E_BUSY for a second
-    reader; E_CLOSED if closed meanwhile; E_INVALID before submit; E_UNSUPPORTED for text without a tokenizer.
-    Ownership: caller owns the buffers. Threads: any, one reader a request; blocks up to timeout_ms. */
+/** Takes what is ready, at least one token or some text, or TIMEOUT. `chunk` may be NULL only if token_cap is 1 and
+    text_cap 0. END is sticky: finished (for whatever reason but an error) and all read.
+    With text_cap 0 (text may be NULL) no text is made. Else `text` gets that of the tokens read so far, by this call
+    and those before, as far as it is known and fits: whole characters in valid UTF-8, without a NUL at the end.
+    Unfinished characters and what may become a stop string wait; bytes that are no character become U+FFFD; special
+    tokens and the stop token give nothing. Put behind the text of the prompt it continues it. With token_cap 0 the
+    tokens are passed over. since 0.1.
+    Errors: TIMEOUT, END; the request's own error once all before it was read, sticky; E_BUSY for a second reader;
+    E_CLOSED if closed meanwhile; E_INVALID before submit, or for a text_cap of 1 to 3; E_UNSUPPORTED for text without a
+    tokenizer. Ownership: caller owns the buffers. Threads: any, one reader a request; blocks up to timeout_ms. */
 MOELORA_API moelora_status moelora_request_read(moelora_engine *engine, moelora_request request, int32_t timeout_ms,
                                                 int32_t *tokens, size_t token_cap, char *text, size_t text_cap,
                                                 moelora_chunk *chunk, moelora_error *err);
@@ -666,7 +680,8 @@ MOELORA_API moelora_status moelora_generate_tokens(moelora_engine *engine, moelo
                                                    const int32_t *prompt, size_t num_prompt,
                                                    const moelora_sampling *sampling, int32_t *tokens, size_t token_cap,
                                                    size_t *n, moelora_result *result, moelora_error *err);
-/** The same in text. since 0.1. Errors: E_UNSUPPORTED without a tokenizer. */
+/** The same in text, as moelora_request_set_text and _read have it. MORE if the text does not fit into text_cap: n is
+    its whole length then, and its beginning was copied. since 0.1. Errors: E_UNSUPPORTED without a tokenizer. */
 MOELORA_API moelora_status moelora_generate(moelora_engine *engine, moelora_adapter adapter, float scale,
                                             const char *prompt, size_t prompt_len, const moelora_sampling *sampling,
                                             char *text, size_t text_cap, size_t *n, moelora_result *result,
@@ -709,22 +724,36 @@ MOELORA_API moelora_status moelora_queue_wake(moelora_queue *queue, moelora_erro
 
 /* ---------------------------------------------------------------------------------------------------- tokenizer */
 
-/** Opens a model folder's tokenizer. since 0.1. Errors: E_UNSUPPORTED in a library without tokenizers, as all
-    functions of this group. Ownership: caller owns *out, moelora_tokenizer_release. Threads: any; blocks. */
+/** Flags of moelora_tokenize. since 0.1 */
+enum {
+  MOELORA_TOKENIZE_NO_SPECIAL = 1, /* nothing around the text: no BOS where the model wants one */
+  MOELORA_TOKENIZE_PLAIN_TEXT = 2  /* the names of special tokens in the text are text: for text of strangers */
+};
+/** Flags of moelora_detokenize. since 0.1 */
+enum { MOELORA_DETOKENIZE_SKIP_SPECIAL = 1 }; /* special tokens give no text */
+
+/** Opens a model folder's tokenizer: tokenizer.json, and tokenizer_config.json where that adds BOS. Needs no engine and
+    no GPU. since 0.1. Errors: E_NOT_FOUND without tokenizer.json, E_IO, E_CORRUPT, E_UNSUPPORTED, naming file and
+    field. Ownership: caller owns *out, moelora_tokenizer_release. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_tokenizer_open(const char *model_dir, size_t model_dir_len, moelora_tokenizer **out,
                                                   moelora_error *err);
-/** The tokenizer of an engine's model. since 0.1. Ownership: caller owns a reference. Threads: any. */
+/** The tokenizer of an engine's model, read at the first call; outlives the engine. since 0.1.
+    Errors: as moelora_tokenizer_open. Ownership: caller owns a reference. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_tokenizer_from_engine(moelora_engine *engine, moelora_tokenizer **out,
                                                          moelora_error *err);
-/** since 0.1. Threads: any. */
+/** NULL is allowed. since 0.1. Threads: any. */
 MOELORA_API void moelora_tokenizer_release(moelora_tokenizer *tokenizer);
-/** Text to token ids; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Text to token ids; two-step. Text is UTF-8, at most 1 GiB, and may have NUL characters. A chat template's text often
+    begins with the BOS itself: give NO_SPECIAL then. since 0.1.
+    Errors: MORE; E_INVALID for text that is not UTF-8, naming the byte. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_tokenize(moelora_tokenizer *tokenizer, const char *text, size_t text_len,
                                             uint32_t flags, int32_t *buf, size_t cap, size_t *n, moelora_error *err);
-/** Token ids to text bytes; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Token ids to text, two-step, without a NUL. Always valid UTF-8: bytes that are not become U+FFFD. Ids that no token
+    has give nothing. since 0.1. Errors: MORE; E_INVALID below 0. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_detokenize(moelora_tokenizer *tokenizer, const int32_t *tokens, size_t num_tokens,
                                               uint32_t flags, char *buf, size_t cap, size_t *n, moelora_error *err);
-/** Raw bytes of one id; two-step. since 0.1. Ownership: caller owns buf. Threads: any. */
+/** Raw bytes of one id, perhaps a part of a character; two-step, without a NUL; none for an id that no token has.
+    since 0.1. Errors: MORE; E_INVALID below 0. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_token_text(moelora_tokenizer *tokenizer, int32_t token, char *buf, size_t cap,
                                               size_t *n, moelora_error *err);
 

@@ -4,7 +4,7 @@
 # names what it does not find.
 
 BUILD_PACKAGES="cmake ninja-build g++ pkg-config ccache nlohmann-json3-dev libfmt-dev libpcre2-dev
-  libtomlplusplus-dev libhwy-dev libcli11-dev python3 python3-venv ca-certificates"
+  libutf8proc-dev libtomlplusplus-dev libhwy-dev libcli11-dev python3 python3-venv ca-certificates"
 TEST_PACKAGES="catch2"
 # Opened at run time where present; the library falls back to the C allocator without it.
 OPTIONAL_PACKAGES="libmimalloc2.0"

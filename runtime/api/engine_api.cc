@@ -76,6 +76,7 @@ moelora_status moelora_engine_create(const moelora_config* config, const char* m
     ProcessClaim claim;
     auto object = std::make_shared<EngineObject>();
     object->engine = Engine::create(creation.options, dir);
+    object->model_dir = dir;
     creation.options.progress->report(1.0);
     *out = add_engine(object);
     claim.keep();

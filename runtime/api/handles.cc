@@ -22,12 +22,14 @@ const char* type_name(ObjectType type) {
       return "session";
     case ObjectType::kRequest:
       return "request";
+    case ObjectType::kTokenizer:
+      return "tokenizer";
   }
   return "object";
 }
 
 // What the host's opaque pointers point to. A token is never given twice, so its memory is never returned; 16 bytes
-// an engine, config or queue.
+// an engine, config, queue or tokenizer.
 struct alignas(16) Token {
   char unused;
 };
@@ -126,6 +128,14 @@ void fail_handle(ObjectType type, uint64_t handle) {
               fmt::format("{} handle {:#x} is closed, of another engine or invalid", type_name(type), handle));
 }
 
+std::shared_ptr<const Tokenizer> EngineObject::model_tokenizer() {
+  const std::lock_guard<std::mutex> lock(tokenizer_mutex);
+  if (!tokenizer) {
+    tokenizer = Tokenizer::open(model_dir);
+  }
+  return tokenizer;
+}
+
 std::shared_ptr<Adapter> EngineObject::adapter_or_base(moelora_adapter handle) const {
   return handle == 0 ? nullptr : adapters.find(handle);
 }
@@ -207,6 +217,20 @@ std::shared_ptr<CompletionQueue> find_queue(const moelora_queue* queue) {
 
 std::shared_ptr<CompletionQueue> remove_queue(const moelora_queue* queue) {
   return std::static_pointer_cast<CompletionQueue>(registry().remove(ObjectType::kQueue, queue));
+}
+
+moelora_tokenizer* add_tokenizer(const std::shared_ptr<const Tokenizer>& tokenizer) {
+  // The registry's pointers are to non-const; find gives const back.
+  return static_cast<moelora_tokenizer*>(
+      registry().add(ObjectType::kTokenizer, std::const_pointer_cast<Tokenizer>(tokenizer)));
+}
+
+std::shared_ptr<const Tokenizer> find_tokenizer(const moelora_tokenizer* tokenizer) {
+  return std::static_pointer_cast<const Tokenizer>(registry().find(ObjectType::kTokenizer, tokenizer));
+}
+
+void remove_tokenizer(const moelora_tokenizer* tokenizer) {
+  registry().remove(ObjectType::kTokenizer, tokenizer);
 }
 
 }  // namespace moelora::api

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // What the host's handles and opaque pointers mean. Adapters, sessions and requests are numbers (type, slot,
-// generation) in a table of their engine; engines, configs and queues are pointers to tokens that are never used
-// again, looked up in a registry of live objects. So a stale, foreign or invented value is always recognised. Every
-// lookup takes a shared reference for the length of the call: closing an object never pulls it away from a call
+// generation) in a table of their engine; engines, configs, queues and tokenizers are pointers to tokens that are never
+// used again, looked up in a registry of live objects. So a stale, foreign or invented value is always recognised.
+// Every lookup takes a shared reference for the length of the call: closing an object never pulls it away from a call
 // that is inside.
 #pragma once
 
@@ -17,10 +17,19 @@
 
 #include "include/moelora.h"
 #include "runtime/engine/engine.h"
+#include "runtime/text/tokenizer.h"
 
 namespace moelora::api {
 
-enum class ObjectType : uint8_t { kEngine = 1, kConfig = 2, kQueue = 3, kAdapter = 4, kSession = 5, kRequest = 6 };
+enum class ObjectType : uint8_t {
+  kEngine = 1,
+  kConfig = 2,
+  kQueue = 3,
+  kAdapter = 4,
+  kSession = 5,
+  kRequest = 6,
+  kTokenizer = 7
+};
 
 // A number never given before in this process.
 uint64_t next_generation();
@@ -131,6 +140,12 @@ struct EngineObject {
   int64_t references = 1;    // under the registry's lock
   int64_t active_calls = 0;  // likewise
 
+  std::string model_dir;
+  std::mutex tokenizer_mutex;
+  std::shared_ptr<const Tokenizer> tokenizer;  // null until it is asked for
+
+  // Reads it at the first call; a failed reading is tried again. Throws as Tokenizer::open.
+  std::shared_ptr<const Tokenizer> model_tokenizer();
   // Null for 0, the base model. Throws Error{kHandle}.
   std::shared_ptr<Adapter> adapter_or_base(moelora_adapter handle) const;
 };
@@ -164,5 +179,9 @@ void remove_config(const moelora_config* config);
 moelora_queue* add_queue(std::shared_ptr<CompletionQueue> queue);
 std::shared_ptr<CompletionQueue> find_queue(const moelora_queue* queue);
 std::shared_ptr<CompletionQueue> remove_queue(const moelora_queue* queue);  // null if stale
+
+moelora_tokenizer* add_tokenizer(const std::shared_ptr<const Tokenizer>& tokenizer);
+std::shared_ptr<const Tokenizer> find_tokenizer(const moelora_tokenizer* tokenizer);
+void remove_tokenizer(const moelora_tokenizer* tokenizer);  // calls inside go on
 
 }  // namespace moelora::api

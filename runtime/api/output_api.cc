@@ -1,11 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// moelora.h, group "requests", second half: reading, results, cancelling, closing, and the blocking generate calls.
+// moelora.h, group "requests", second half: reading, results, cancelling, closing.
+#include <optional>
+
 #include "runtime/api/boundary.h"
 #include "runtime/api/handles.h"
 #include "runtime/api/request_flow.h"
 
 using namespace moelora;
 using namespace moelora::api;
+
+namespace {
+
+constexpr size_t kTextCapMin = 4;
+
+}  // namespace
 
 moelora_status moelora_request_read(moelora_engine* engine, moelora_request request, int32_t timeout_ms,
                                     int32_t* tokens, size_t token_cap, char* text, size_t text_cap,
@@ -18,21 +26,34 @@ moelora_status moelora_request_read(moelora_engine* engine, moelora_request requ
     if (chunk == nullptr && token_cap != 1) {
       throw Error(Status::kInvalid, "chunk is NULL, but token_cap is not 1");
     }
-    if (text != nullptr || text_cap > 0) {
-      fail_no_tokenizer();
+    if (token_cap == 0 && text_cap == 0) {
+      throw Error(Status::kInvalid, "token_cap and text_cap are 0");
     }
-    if (token_cap == 0) {
-      throw Error(Status::kInvalid, "token_cap is 0");
+    if (token_cap > 0) {
+      required(tokens, "tokens");
     }
-    required(tokens, "tokens");
+    std::shared_ptr<const Tokenizer> tokenizer;
+    if (text_cap > 0) {
+      required(text, "text");
+      if (text_cap < kTextCapMin) {
+        throw Error(Status::kInvalid,
+                    fmt::format("text_cap is {}; a character may have {} bytes", text_cap, kTextCapMin));
+      }
+      tokenizer = tokenizer_of(*call);
+    }
     const std::shared_ptr<Submission> submission = submission_of(*call, request);
+    std::optional<TextTarget> target;
+    if (text_cap > 0) {
+      target.emplace(TextTarget{text_of(*submission, tokenizer), text, std::min<size_t>(text_cap, INT32_MAX)});
+    }
     size_t count = 0;
     const size_t cap = std::min<size_t>(token_cap, INT32_MAX);
-    const Status status = read_tokens(*call, *submission, timeout_ms, tokens, cap, &count);
+    const Status status = read_output(*call, *submission, timeout_ms, tokens, cap, &count, target ? &*target : nullptr);
     if (chunk != nullptr) {
       moelora_chunk out = {};
       out.first_position = static_cast<int32_t>(submission->stream->num_read() - count);
       out.num_tokens = static_cast<uint32_t>(count);
+      out.num_text_bytes = target ? static_cast<uint32_t>(target->n) : 0;
       write_struct(chunk, out);
     }
     return status;
@@ -160,92 +181,5 @@ moelora_status moelora_request_router_gap(moelora_engine* engine, moelora_reques
                   fmt::format("row {} of {} captured ones", row, submission->stream->captured_rows()));
     }
     return Status::kOk;
-  });
-}
-
-namespace {
-
-// A request that ends with the call, known by a handle meanwhile so that the release of the engine finds it.
-class OwnedRequest {
- public:
-  explicit OwnedRequest(EngineObject& owner) : owner_(owner), object_(create_request(owner)) {}
-  ~OwnedRequest() {
-    try {
-      close_request(owner_, *owner_.requests.remove(object_->handle));
-    } catch (const Error&) {  // the host closed a handle it was never given; nothing is left to do
-    }
-  }
-  OwnedRequest(const OwnedRequest&) = delete;
-  OwnedRequest& operator=(const OwnedRequest&) = delete;
-  RequestObject* operator->() const { return object_.get(); }
-  [[nodiscard]] const std::shared_ptr<RequestObject>& object() const { return object_; }
-
- private:
-  EngineObject& owner_;
-  std::shared_ptr<RequestObject> object_;
-};
-
-}  // namespace
-
-moelora_status moelora_generate_tokens(moelora_engine* engine, moelora_adapter adapter, float scale,
-                                       const int32_t* prompt, size_t num_prompt, const moelora_sampling* sampling,
-                                       int32_t* tokens, size_t token_cap, size_t* n, moelora_result* result,
-                                       moelora_error* err) {
-  return guard(err, [&] {
-    const EngineCall call(engine);
-    if (result != nullptr) {
-      check_struct(result, "result");
-    }
-    required(tokens, "tokens");
-    required(n, "n");
-    const OwnedRequest request(*call);
-    request->request.sampling = to_sampling(sampling);
-    const int32_t max_tokens = request->request.sampling.max_tokens;
-    if (max_tokens > 0 && token_cap < static_cast<size_t>(max_tokens)) {
-      throw Error(Status::kInvalid, fmt::format("token_cap is {}, less than max_tokens = {}", token_cap, max_tokens));
-    }
-    const auto context = static_cast<size_t>(call->engine->info().max_context_tokens);
-    if (num_prompt > context) {
-      throw Error(Status::kContextLength,
-                  fmt::format("a prompt of {} tokens exceeds the context of {}", num_prompt, context));
-    }
-    if (num_prompt > 0) {
-      required(prompt, "prompt");
-    }
-    request->request.prompt.assign(prompt, prompt + num_prompt);
-    request->request.adapter = call->adapter_or_base(adapter);
-    request->request.scale = finite_scale(scale);
-    const Error answer = submit_requests(*call, {request.object()}).front();
-    if (answer.status() != Status::kOk) {
-      throw answer;
-    }
-    const std::shared_ptr<Submission> submission = submission_of(*call, request->handle);
-    size_t total = 0;
-    int32_t beyond = 0;  // a place to read to when the buffer is full; the end comes then
-    for (Status status = Status::kOk; status != Status::kEnd;) {
-      size_t count = 0;
-      const bool full = total == token_cap;
-      status =
-          read_tokens(*call, *submission, -1, full ? &beyond : tokens + total, full ? 1 : token_cap - total, &count);
-      MOELORA_ASSERT(!full || count == 0);
-      total += count;
-    }
-    *n = total;
-    const RequestResult ended = submission->stream->result();
-    if (result != nullptr) {
-      write_struct(result, to_result(ended));
-    }
-    return Status::kOk;
-  });
-}
-
-moelora_status moelora_generate(moelora_engine* engine, moelora_adapter adapter, float scale, const char* prompt,
-                                size_t prompt_len, const moelora_sampling* sampling, char* text, size_t text_cap,
-                                size_t* n, moelora_result* result, moelora_error* err) {
-  (void)adapter, (void)scale, (void)prompt, (void)prompt_len, (void)sampling, (void)text, (void)text_cap, (void)n;
-  (void)result;
-  return guard(err, [&]() -> Status {
-    const EngineCall call(engine);
-    fail_no_tokenizer();
   });
 }

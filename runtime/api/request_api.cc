@@ -4,6 +4,7 @@
 #include "runtime/api/boundary.h"
 #include "runtime/api/handles.h"
 #include "runtime/api/request_flow.h"
+#include "runtime/io/json.h"
 
 using namespace moelora;
 using namespace moelora::api;
@@ -11,6 +12,8 @@ using namespace moelora::api;
 namespace {
 
 constexpr size_t kStopTokensMax = 64;
+constexpr size_t kStopStringsMax = 64;
+constexpr size_t kStopBytesMax = 1024;
 constexpr size_t kCacheSaltBytesMax = 256;
 
 // Every setter: `change(request, engine object)` on a request that is still being built.
@@ -37,22 +40,16 @@ moelora_status moelora_request_create(moelora_engine* engine, moelora_request* o
 
 moelora_status moelora_request_set_text(moelora_engine* engine, moelora_request request, const char* text,
                                         size_t text_len, moelora_error* err) {
-  (void)text, (void)text_len;
-  return build(engine, request, err, [](RequestObject&, EngineObject&) { fail_no_tokenizer(); });
+  return build(engine, request, err, [&](RequestObject& object, EngineObject& owner) {
+    const std::shared_ptr<const Tokenizer> tokenizer = tokenizer_of(owner);
+    set_prompt(owner, object.request, *tokenizer, text_argument("text", text, text_len, kTextBytesMax));
+  });
 }
 
 moelora_status moelora_request_set_tokens(moelora_engine* engine, moelora_request request, const int32_t* tokens,
                                           size_t num_tokens, moelora_error* err) {
   return build(engine, request, err, [&](RequestObject& object, EngineObject& owner) {
-    const auto context = static_cast<size_t>(owner.engine->info().max_context_tokens);
-    if (num_tokens > context) {
-      throw Error(Status::kContextLength,
-                  fmt::format("a prompt of {} tokens exceeds the context of {}", num_tokens, context));
-    }
-    if (num_tokens > 0) {
-      required(tokens, "tokens");
-    }
-    object.request.prompt.assign(tokens, tokens + num_tokens);
+    set_prompt(owner, object.request, tokens, num_tokens);
   });
 }
 
@@ -89,8 +86,22 @@ moelora_status moelora_request_set_sampling(moelora_engine* engine, moelora_requ
 
 moelora_status moelora_request_add_stop(moelora_engine* engine, moelora_request request, const char* text,
                                         size_t text_len, moelora_error* err) {
-  (void)text, (void)text_len;
-  return build(engine, request, err, [](RequestObject&, EngineObject&) { fail_no_tokenizer(); });
+  return build(engine, request, err, [&](RequestObject& object, EngineObject& owner) {
+    std::shared_ptr<const Tokenizer> tokenizer = tokenizer_of(owner);
+    std::string stop = text_argument("stop string", text, text_len, kStopBytesMax);
+    if (stop.empty()) {
+      throw Error(Status::kInvalid, "the stop string is empty");
+    }
+    if (!is_valid_utf8(stop)) {
+      throw Error(Status::kInvalid, "the stop string is not valid UTF-8");
+    }
+    std::vector<StopString>& stops = object.request.stop_strings;
+    if (stops.size() == kStopStringsMax) {
+      throw Error(Status::kInvalid, fmt::format("more than {} stop strings", kStopStringsMax));
+    }
+    stops.push_back({std::move(stop), static_cast<int32_t>(stops.size() + object.request.stop_tokens.size())});
+    object.request.tokenizer = std::move(tokenizer);
+  });
 }
 
 moelora_status moelora_request_add_stop_token(moelora_engine* engine, moelora_request request, int32_t token,

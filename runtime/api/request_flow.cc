@@ -184,13 +184,13 @@ Sampling to_sampling(const moelora_sampling* sampling) {
   return out;
 }
 
-Status read_tokens(EngineObject& object, const Submission& submission, int32_t timeout_ms, int32_t* tokens,
-                   size_t capacity, size_t* n) {
+Status read_output(EngineObject& object, const Submission& submission, int32_t timeout_ms, int32_t* tokens,
+                   size_t capacity, size_t* n, TextTarget* text) {
   TokenStream& stream = *submission.stream;
   const auto limit = static_cast<size_t>(object.engine->options().output_buffer_tokens);
   const bool was_full = stream.unread() >= limit;
-  const Status status = stream.read(timeout_ms, tokens, capacity, n);
-  if (was_full && *n > 0) {
+  const Status status = stream.read(timeout_ms, tokens, capacity, n, text);
+  if (was_full && (*n > 0 || text != nullptr)) {
     object.engine->notify();  // it may go on
   }
   switch (status) {
@@ -208,10 +208,6 @@ Status read_tokens(EngineObject& object, const Submission& submission, int32_t t
     default:
       return status;
   }
-}
-
-void fail_no_tokenizer() {
-  throw Error(Status::kUnsupported, "no tokenizer: this version takes and gives token ids only");
 }
 
 }  // namespace moelora::api

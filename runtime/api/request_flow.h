@@ -39,10 +39,19 @@ void close_all_requests(EngineObject& object);
 moelora_result to_result(const RequestResult& result);
 Sampling to_sampling(const moelora_sampling* sampling);
 
-// The next tokens; kOk, kTimeout or kEnd. Throws RequestError if the request failed and all before was read.
-Status read_tokens(EngineObject& object, const Submission& submission, int32_t timeout_ms, int32_t* tokens,
-                   size_t capacity, size_t* n);
+// The prompt as token ids or as text; throws Error{kContextLength}, or {kInvalid} for text that is not UTF-8.
+void set_prompt(const EngineObject& object, Request& request, const int32_t* tokens, size_t num_tokens);
+void set_prompt(const EngineObject& object, Request& request, const Tokenizer& tokenizer, const std::string& text);
 
-[[noreturn]] void fail_no_tokenizer();
+// The next tokens and, with `text`, text; kOk, kTimeout or kEnd. Throws RequestError if the request failed and all
+// before was read.
+Status read_output(EngineObject& object, const Submission& submission, int32_t timeout_ms, int32_t* tokens,
+                   size_t capacity, size_t* n, TextTarget* text = nullptr);
+// The output as text, from its beginning.
+OutputText& text_of(Submission& submission, const std::shared_ptr<const Tokenizer>& tokenizer);
+
+constexpr size_t kTextBytesMax = size_t{1} << 30;
+// The model's; throws Error{kUnsupported} if its folder has none.
+std::shared_ptr<const Tokenizer> tokenizer_of(EngineObject& object);
 
 }  // namespace moelora::api

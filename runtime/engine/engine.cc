@@ -142,6 +142,7 @@ void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, doub
   emission.submission = sequence.submission;
   emission.sampled_index = sampled_index;
   emission.position = sequence.num_outputs() - 1;
+  emission.in_text = true;
   emission.finished = false;
 
   const auto stop = std::find(request.stop_tokens.begin(), request.stop_tokens.end(), output.token);
@@ -149,8 +150,12 @@ void Engine::Parts::commit_token(Sequence& sequence, int32_t sampled_index, doub
       !request.sampling.ignore_eos &&
       std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), output.token) != config.eos_token_ids.end();
   if (stop != request.stop_tokens.end() || is_eos) {
-    sequence.result.stop_index =
-        stop == request.stop_tokens.end() ? -1 : static_cast<int32_t>(stop - request.stop_tokens.begin());
+    const auto index = static_cast<size_t>(stop - request.stop_tokens.begin());
+    sequence.result.stop_index = stop == request.stop_tokens.end() ? -1 : request.stop_number(index);
+    emission.in_text = false;
+    end_sequence(sequence, FinishReason::kStop, Status::kOk, "", now);
+  } else if (const int32_t number = sequence.stop_string(output.token); number >= 0) {
+    sequence.result.stop_index = number;
     end_sequence(sequence, FinishReason::kStop, Status::kOk, "", now);
   } else if (sequence.tokens.size() == sequence.tokens_max) {
     end_sequence(sequence, FinishReason::kLength, Status::kOk, "", now);
@@ -177,7 +182,7 @@ void Engine::Parts::deliver() {
       for (int32_t top = 0; top < wanted; ++top) {
         logprobs[count++] = {emission.position, output.top_ids[top], output.top_logprobs[top], top + 1};
       }
-      out.emit(output.token, logprobs, count);
+      out.emit(output.token, logprobs, count, emission.in_text);
     }
     if (emission.finished) {
       out.finish(emission.result);

@@ -125,18 +125,20 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
   const Parts& parts = *parts_;
   const Request& request = submission->request;
   check_sampling(request.sampling);
+  check_tokens(request.opening, "prompt token", parts.config.vocab_size);
   check_tokens(request.prompt, "prompt token", parts.config.vocab_size);
   check_tokens(request.stop_tokens, "stop token", parts.config.vocab_size);
-  if (request.prompt.empty()) {
-    throw Error(Status::kInvalid, "the prompt is empty: at least one token is needed");
-  }
   const Session* session = request.session.get();
   const size_t history = session == nullptr ? 0 : session->tokens.size();
-  const size_t prompt = history + request.prompt.size();
+  const size_t opening = history == 0 ? request.opening.size() : 0;
+  if (opening + request.prompt.size() == 0) {
+    throw Error(Status::kInvalid, "the prompt is empty: at least one token is needed");
+  }
+  const size_t prompt = history + opening + request.prompt.size();
   const auto context = static_cast<size_t>(parts.info.max_context_tokens);
   if (prompt >= context) {
     throw Error(Status::kContextLength,
-                "prompt of " + std::to_string(request.prompt.size()) + " tokens" +
+                "prompt of " + std::to_string(opening + request.prompt.size()) + " tokens" +
                     (session == nullptr ? "" : " after " + std::to_string(history) + " of the session") +
                     " leaves no room in the context of " + std::to_string(context));
   }
@@ -150,7 +152,13 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
     sequence->tokens = session->tokens;
   }
   sequence->tokens.reserve(sequence->tokens_max);
+  sequence->tokens.insert(sequence->tokens.end(), request.opening.begin(),
+                          request.opening.begin() + static_cast<ptrdiff_t>(opening));
   sequence->tokens.insert(sequence->tokens.end(), request.prompt.begin(), request.prompt.end());
+  if (!request.stop_strings.empty()) {
+    sequence->stops =
+        std::make_unique<OutputText>(request.tokenizer, request.stop_strings, request.sampling.min_tokens);
+  }
   if (request.sampling.min_tokens > 0) {
     sequence->suppressed = request.stop_tokens;
     sequence->suppressed.insert(sequence->suppressed.end(), parts.config.eos_token_ids.begin(),

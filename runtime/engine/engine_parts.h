@@ -37,6 +37,7 @@ struct Emission {
   std::shared_ptr<Submission> submission;
   int32_t sampled_index = -1;  // index into outputs; -1 = no token
   int32_t position = 0;        // of the token among the outputs
+  bool in_text = true;         // false for one that ended the output
   bool finished = false;
   RequestResult result;
 };

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/text/output_text.h"
+
 namespace moelora {
 
 struct Adapter;
@@ -29,15 +31,27 @@ struct Sampling {
 
 struct Request {
   std::vector<int32_t> prompt;
+  std::vector<int32_t> opening;      // put before the prompt unless a session has a history: BOS of a text
   std::shared_ptr<Adapter> adapter;  // null = base
   float scale = 1.0f;                // request's factor; the adapter handle's own comes on top
   std::shared_ptr<Session> session;  // null = one-shot
   Sampling sampling;
   std::vector<int32_t> stop_tokens;
-  int32_t priority = 0;      // higher first
-  uint64_t deadline_ms = 0;  // from submit; 0 = none
+  std::vector<StopString> stop_strings;        // numbered in order of adding, stop tokens counted too
+  std::shared_ptr<const Tokenizer> tokenizer;  // null only without stop strings
+  int32_t priority = 0;                        // higher first
+  uint64_t deadline_ms = 0;                    // from submit; 0 = none
   std::string cache_salt;
   int32_t capture_from = -1;  // first position whose logits are kept (experimental); -1 = none
+
+  // Of a stop token, in order of adding among all stops.
+  [[nodiscard]] int32_t stop_number(size_t stop_token) const {
+    auto number = static_cast<int32_t>(stop_token);
+    for (const StopString& stop : stop_strings) {
+      number += stop.number <= number ? 1 : 0;
+    }
+    return number;
+  }
 };
 
 enum class FinishReason : int32_t { kNone = 0, kStop = 1, kLength = 2, kCancelled = 3, kDeadline = 4, kError = 5 };

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "runtime/engine/request.h"
@@ -21,6 +22,8 @@ struct Submission {
   std::unique_ptr<TokenStream> stream;
   std::atomic<bool> cancelled{false};
   std::atomic<bool> drop_turn{false};  // cancel rolls the session back
+  std::once_flag text_asked;           // the first reader of text makes
+  std::unique_ptr<OutputText> text;    // this, and whoever reads has it
   double submitted_ms = 0;
   double deadline_at_ms = 0;  // absolute, monotonic; 0 = none
 };
@@ -40,13 +43,23 @@ struct Sequence {
   float row_scale = 0.0f;
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
-  int32_t num_overtaken = 0;        // tries to start that failed while others behind it could go
-  std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
+  int32_t num_overtaken = 0;          // tries to start that failed while others behind it could go
+  std::vector<int32_t> suppressed;    // stop and eos tokens, banned before min_tokens
+  std::unique_ptr<OutputText> stops;  // finds stop strings; null without any
   RequestResult result;
   double started_ms = 0;
   double first_token_ms = 0;
 
   [[nodiscard]] const Request& request() const { return submission->request; }
+  // The number of the stop string that an output token completes, -1 if it does not.
+  int32_t stop_string(int32_t token) {
+    if (stops == nullptr) {
+      return -1;
+    }
+    const int32_t number = stops->push(token);
+    stops->take(stops->ready().size());  // only the end is of interest here
+    return number;
+  }
   [[nodiscard]] int32_t num_tokens() const { return static_cast<int32_t>(tokens.size()); }
   [[nodiscard]] int32_t num_outputs() const { return num_tokens() - num_prompt; }
   // Output that the reader has not taken, delivered or not.

@@ -12,23 +12,35 @@
 #include <utility>
 
 #include "kernels/sampling/sample_tokens.h"
+#include "runtime/io/utf8.h"
 #include "runtime/memory/host_memory.h"
 
 namespace moelora {
 namespace {
 
-// Waits on `ready` until `done()` or the timeout; the monotonic clock, so that clock jumps do no harm.
+// A timeout from now on; the monotonic clock, so that clock jumps do no harm.
+struct Timeout {
+  explicit Timeout(int32_t ms) : polls(ms == 0), ends(ms >= 0) {
+    if (ends) {
+      end = std::chrono::steady_clock::now() + std::chrono::milliseconds(ms);
+    }
+  }
+  bool polls, ends;
+  std::chrono::steady_clock::time_point end;
+};
+
+// Waits on `ready` until `done()` or the timeout.
 template <class Predicate>
-bool wait_until_done(std::condition_variable& ready, std::unique_lock<std::mutex>& lock, int32_t timeout_ms,
+bool wait_until_done(std::condition_variable& ready, std::unique_lock<std::mutex>& lock, const Timeout& timeout,
                      const Predicate& done) {
-  if (timeout_ms == 0) {
+  if (timeout.polls) {
     return done();
   }
-  if (timeout_ms < 0) {
+  if (!timeout.ends) {
     ready.wait(lock, done);
     return true;
   }
-  return ready.wait_until(lock, std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms), done);
+  return ready.wait_until(lock, timeout.end, done);
 }
 
 }  // namespace
@@ -99,7 +111,7 @@ void CompletionQueue::push_locked(const Event& event, std::shared_ptr<std::atomi
 
 size_t CompletionQueue::wait(int32_t timeout_ms, Event* events, size_t capacity, bool* closed) {
   std::unique_lock<std::mutex> lock(mutex_);
-  wait_until_done(ready_, lock, timeout_ms, [&] { return size_ > 0 || closed_; });
+  wait_until_done(ready_, lock, Timeout(timeout_ms), [&] { return size_ > 0 || closed_; });
   *closed = closed_;
   if (closed_) {
     return 0;
@@ -162,8 +174,8 @@ TokenStream::TokenStream(const Request& request, int32_t vocab_size, std::shared
     logprobs_.reserve(max_tokens * (static_cast<size_t>(best) + 1));
   }
   if (request.capture_from >= 0) {
-    const int64_t positions =
-        history_tokens + static_cast<int64_t>(request.prompt.size()) + static_cast<int64_t>(max_tokens);
+    const int64_t positions = history_tokens + static_cast<int64_t>(request.opening.size() + request.prompt.size()) +
+                              static_cast<int64_t>(max_tokens);
     const int64_t rows = std::max<int64_t>(positions - request.capture_from, 0);
     captured_.reserve(static_cast<size_t>(rows) * static_cast<size_t>(vocab_size));
     router_gaps_.reserve(static_cast<size_t>(rows));
@@ -181,9 +193,10 @@ TokenStream::~TokenStream() {
   }
 }
 
-void TokenStream::emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs) {
+void TokenStream::emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs, bool in_text) {
   const std::lock_guard<std::mutex> lock(mutex_);
   tokens_.push_back(token);
+  num_text_tokens_ += in_text ? 1 : 0;
   logprobs_.insert(logprobs_.end(), logprobs, logprobs + num_logprobs);
   ready_.notify_one();
   if (queue_ && !reader_closed_ && event_taken_->exchange(false)) {
@@ -219,7 +232,7 @@ size_t TokenStream::unread() const {
   return tokens_.size() - num_read_;
 }
 
-Status TokenStream::read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n) {
+Status TokenStream::read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n, TextTarget* text) {
   *n = 0;
   std::unique_lock<std::mutex> lock(mutex_);
   if (reader_closed_) {
@@ -234,18 +247,65 @@ Status TokenStream::read(int32_t timeout_ms, int32_t* tokens, size_t capacity, s
     bool& reading;
     ~Leave() { reading = false; }
   } leave{reading_};
-  wait_until_done(ready_, lock, timeout_ms, [&] { return reader_closed_ || finished_ || tokens_.size() > num_read_; });
-  if (reader_closed_) {
-    return Status::kClosed;
+  const auto text_end = [&] { return capacity == 0 ? num_text_tokens_ : std::min(num_read_, num_text_tokens_); };
+  const Timeout timeout(timeout_ms);
+  for (;;) {  // again where new tokens have given no text to a reader who wants nothing else
+    const bool in_time = wait_until_done(ready_, lock, timeout, [&] {
+      return reader_closed_ || finished_ || (capacity > 0 && tokens_.size() > num_read_) ||
+             (text != nullptr && (!text->source.ready().empty() || text_end() > text->source.num_tokens()));
+    });
+    if (reader_closed_) {
+      return Status::kClosed;
+    }
+    *n = std::min(capacity, tokens_.size() - num_read_);
+    std::copy_n(tokens_.begin() + static_cast<ptrdiff_t>(num_read_), *n, tokens);
+    num_read_ += *n;
+    if (text != nullptr) {
+      read_text(lock, capacity == 0 ? SIZE_MAX : num_read_, *text);
+    }
+    if (*n > 0 || (text != nullptr && text->n > 0)) {
+      return Status::kOk;
+    }
+    const bool text_ended = text == nullptr || (text->source.finished() && text->source.ready().empty());
+    if (finished_ && text_ended && num_read_ == tokens_.size()) {
+      return Status::kEnd;
+    }
+    if (!in_time) {
+      return Status::kTimeout;
+    }
   }
-  const size_t count = std::min(capacity, tokens_.size() - num_read_);
-  if (count == 0) {
-    return finished_ ? Status::kEnd : Status::kTimeout;
+}
+
+// Decodes what is new of the first tokens_end tokens, without the lock, as far as there is room, and copies text.
+void TokenStream::read_text(std::unique_lock<std::mutex>& lock, size_t tokens_end, TextTarget& text) {
+  OutputText& source = text.source;
+  size_t end = std::min(tokens_end, num_text_tokens_);
+  while (source.ready().size() < text.capacity && source.num_tokens() < end) {
+    int32_t some[64];
+    const size_t count = std::min(std::size(some), end - source.num_tokens());
+    std::copy_n(tokens_.begin() + static_cast<ptrdiff_t>(source.num_tokens()), count, some);
+    struct Unlocked {
+      std::unique_lock<std::mutex>& lock;
+      explicit Unlocked(std::unique_lock<std::mutex>& held) : lock(held) { lock.unlock(); }
+      ~Unlocked() { lock.lock(); }
+    };
+    {
+      const Unlocked unlocked(lock);
+      std::for_each_n(some, count, [&](int32_t token) { source.push(token); });
+    }
+    end = std::min(tokens_end, num_text_tokens_);
   }
-  std::copy_n(tokens_.begin() + static_cast<ptrdiff_t>(num_read_), count, tokens);
-  num_read_ += count;
-  *n = count;
-  return Status::kOk;
+  const bool all = source.num_tokens() == num_text_tokens_;
+  if (finished_ && all) {
+    source.finish();
+  }
+  if (tokens_end == SIZE_MAX) {  // tokens count as read with their text
+    num_read_ = finished_ && all ? tokens_.size() : std::max(num_read_, source.num_tokens());
+  }
+  const std::string_view ready = source.ready();
+  text.n = whole_code_points(ready, text.capacity);
+  std::copy_n(ready.begin(), text.n, text.buffer);
+  source.take(text.n);
 }
 
 void TokenStream::close_reader() {

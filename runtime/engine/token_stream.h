@@ -102,14 +102,16 @@ class TokenStream {
   TokenStream& operator=(const TokenStream&) = delete;
 
   // Engine thread.
-  void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs);
+  // in_text false: a stop token; no other follows.
+  void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs, bool in_text = true);
   void capture(int32_t position, const float* logits, float router_gap);
   void finish(const RequestResult& result);
   [[nodiscard]] size_t unread() const;
 
-  // Reader's side. kOk: n tokens copied (>= 1); kTimeout; kEnd: finished and all read; kClosed: close_reader().
-  // kBusy: another reader is inside.
-  Status read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n);
+  // Reader's side. kOk: n tokens copied (>= 1, or bytes of text); kTimeout; kEnd: finished and all read; kClosed:
+  // close_reader(). kBusy: another reader is inside. Text, if asked for, is that of the tokens that were read; a
+  // capacity of 0 reads text alone and the tokens with it.
+  Status read(int32_t timeout_ms, int32_t* tokens, size_t capacity, size_t* n, TextTarget* text = nullptr);
   // Wakes the reader; from here on no event is pushed.
   void close_reader();
   [[nodiscard]] bool finished() const;
@@ -127,9 +129,11 @@ class TokenStream {
   bool router_gap(int32_t row, float* gap) const;
 
  private:
+  void read_text(std::unique_lock<std::mutex>& lock, size_t tokens_end, TextTarget& text);
   mutable std::mutex mutex_;
   std::condition_variable ready_;
   std::pmr::vector<int32_t> tokens_;
+  size_t num_text_tokens_ = 0;  // all but a stop token
   size_t num_read_ = 0;
   std::pmr::vector<TopLogprob> logprobs_;
   std::pmr::vector<float> captured_;

@@ -20,37 +20,10 @@
 #include <fmt/format.h>
 
 #include "kernels/base/error.h"
+#include "runtime/io/utf8.h"
 
 namespace moelora {
 namespace {
-
-// Length of the well-formed UTF-8 sequence at `text[at]`, 0 if there is none (RFC 3629).
-size_t utf8_sequence(const std::string& text, size_t at) {
-  const auto byte = [&](size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  const unsigned first = byte(at);
-  if (first < 0x80) {
-    return 1;
-  }
-  const size_t length = first >= 0xC2 && first <= 0xDF   ? 2
-                        : first >= 0xE0 && first <= 0xEF ? 3
-                        : first >= 0xF0 && first <= 0xF4 ? 4
-                                                         : 0;
-  if (length == 0 || at + length > text.size()) {
-    return 0;
-  }
-  // The second byte excludes overlong forms, surrogates and values above U+10FFFF.
-  const unsigned low = first == 0xE0 ? 0xA0 : first == 0xF0 ? 0x90 : 0x80;
-  const unsigned high = first == 0xED ? 0x9F : first == 0xF4 ? 0x8F : 0xBF;
-  if (byte(at + 1) < low || byte(at + 1) > high) {
-    return 0;
-  }
-  for (size_t i = 2; i < length; ++i) {
-    if (byte(at + i) < 0x80 || byte(at + i) > 0xBF) {
-      return 0;
-    }
-  }
-  return length;
-}
 
 constexpr size_t kFewKeys = 16;
 constexpr size_t kFewEntries = 4;

@@ -14,6 +14,8 @@ void add_run(CLI::App& app, int* exit_code);
 void add_verify(CLI::App& app, int* exit_code);
 void add_inspect(CLI::App& app, int* exit_code);
 void add_bench(CLI::App& app, int* exit_code);
+void add_tokenize(CLI::App& app, int* exit_code);
+void add_detokenize(CLI::App& app, int* exit_code);
 
 // --device, --compute, --threads, --deterministic, --options, --set; --model too, if asked.
 void add_engine_flags(CLI::App& command, EngineFlags& flags, bool model_required);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// moelora generate: one prompt of token ids, answered by the base model and by any number of adapters in one batch,
-// printed while the tokens come.
+// moelora generate: one prompt, text or token ids, answered by the base model and by any number of adapters in one
+// batch. A prompt of text is answered in text. One answer is printed while it comes, several ones are printed as they
+// come (ids) or end (text).
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <unordered_map>
@@ -12,11 +13,14 @@ namespace {
 
 struct GenerateFlags {
   EngineFlags engine;
-  std::string tokens, tokens_file;
-  std::vector<std::string> adapters;
+  std::string tokens, tokens_file, text, text_file;
+  std::vector<std::string> stops, adapters;
   bool base = false;
   bool json = false;
   bool ignore_eos = false;
+  bool text_given = false;  // --text, perhaps empty
+  bool in_text = false;     // the prompt is text
+  bool has_text = false;    // so the answers have some
   float scale = 1.0f;
   moelora_sampling sampling;
 };
@@ -39,8 +43,27 @@ void print_tokens(const Answer& answer, size_t first, bool named) {
   std::fflush(stdout);
 }
 
+// What one read has brought.
+void print_new(const Answer& answer, size_t first_token, size_t first_byte, bool in_text, bool named) {
+  if (!in_text) {
+    if (first_token < answer.request.tokens().size()) {
+      print_tokens(answer, first_token, named);
+    }
+    return;
+  }
+  const std::string& text = answer.request.text();
+  if (!named) {
+    std::fwrite(text.data() + first_byte, 1, text.size() - first_byte, stdout);
+  } else if (answer.request.finished()) {
+    std::printf("%s:\n", answer.name.c_str());
+    std::fwrite(text.data(), 1, text.size(), stdout);  // may have NUL characters
+    std::printf("\n");
+  }
+  std::fflush(stdout);
+}
+
 std::vector<Answer> make_answers(const GenerateFlags& flags, const Engine& engine, const Queue& queue,
-                                 const std::vector<int32_t>& prompt) {
+                                 const std::string& text, const std::vector<int32_t>& tokens) {
   std::vector<std::pair<std::string, moelora_adapter>> choices;
   if (flags.base || flags.adapters.empty()) {
     choices.emplace_back("base", 0);
@@ -52,7 +75,17 @@ std::vector<Answer> make_answers(const GenerateFlags& flags, const Engine& engin
   std::vector<Answer> answers;
   for (const auto& [name, adapter] : choices) {
     Request request(engine.get());
-    request.set_tokens(prompt);
+    if (flags.in_text) {
+      request.set_text(text);
+    } else {
+      request.set_tokens(tokens);
+    }
+    for (const std::string& stop : flags.stops) {
+      request.add_stop(stop);
+    }
+    if (flags.has_text) {
+      request.want_text();
+    }
     request.set_sampling(flags.sampling);
     request.set_adapter(adapter, adapter == 0 ? 1.0f : flags.scale);
     request.set_queue(queue, answers.size());
@@ -61,7 +94,7 @@ std::vector<Answer> make_answers(const GenerateFlags& flags, const Engine& engin
   return answers;
 }
 
-void stream(std::vector<Answer>& answers, const Queue& queue, bool quiet) {
+void stream(std::vector<Answer>& answers, const Queue& queue, const GenerateFlags& flags) {
   size_t running = answers.size();
   while (running > 0) {
     for (const moelora_event& event : queue.wait(-1)) {
@@ -70,14 +103,19 @@ void stream(std::vector<Answer>& answers, const Queue& queue, bool quiet) {
       }
       Answer& answer = answers[event.tag];
       const bool was_finished = answer.request.finished();
-      const size_t before = answer.request.tokens().size();
-      if (answer.request.read(0) > 0 && !quiet) {
-        print_tokens(answer, before, answers.size() > 1);
+      if (was_finished) {
+        continue;
       }
-      running -= !was_finished && answer.request.finished() ? 1 : 0;
+      const size_t tokens = answer.request.tokens().size();
+      const size_t bytes = answer.request.text().size();
+      answer.request.read(0);
+      if (!flags.json) {
+        print_new(answer, tokens, bytes, flags.in_text, answers.size() > 1);
+      }
+      running -= answer.request.finished() ? 1 : 0;
     }
   }
-  if (!quiet && answers.size() == 1) {
+  if (!flags.json && answers.size() == 1) {
     std::printf("\n");
   }
 }
@@ -88,11 +126,14 @@ void report(const std::vector<Answer>& answers, double ms, bool json) {
     const moelora_result result = answer.request.result();
     total += answer.request.tokens().size();
     if (json) {
-      const nlohmann::json line = {{"adapter", answer.name},
-                                   {"tokens", answer.request.tokens()},
-                                   {"finish_reason", finish_name(result.finish_reason)},
-                                   {"seed", result.seed},
-                                   {"first_token_ms", result.first_token_ms}};
+      nlohmann::json line = {{"adapter", answer.name},
+                             {"tokens", answer.request.tokens()},
+                             {"finish_reason", finish_name(result.finish_reason)},
+                             {"seed", result.seed},
+                             {"first_token_ms", result.first_token_ms}};
+      if (answer.request.wants_text()) {
+        line["text"] = answer.request.text();
+      }
       std::printf("%s\n", line.dump().c_str());
     } else {
       std::fprintf(stderr, "%s: %zu tokens, ended by %s, first after %.1f ms, seed %llu\n", answer.name.c_str(),
@@ -104,23 +145,29 @@ void report(const std::vector<Answer>& answers, double ms, bool json) {
 }
 
 int generate(GenerateFlags& flags) {
-  if (flags.tokens.empty() == flags.tokens_file.empty()) {
-    throw Failure(MOELORA_E_INVALID, "give the prompt by one of --tokens and --tokens-file");
+  const bool as_text = flags.text_given || !flags.text_file.empty();
+  if (flags.text_given + !flags.tokens.empty() + !flags.tokens_file.empty() + !flags.text_file.empty() != 1) {
+    throw Failure(MOELORA_E_INVALID, "give the prompt by one of --text, --text-file, --tokens and --tokens-file");
   }
-  const std::vector<int32_t> prompt = flags.tokens.empty()
-                                          ? parse_tokens(read_file(flags.tokens_file), flags.tokens_file)
-                                          : parse_tokens(flags.tokens, "--tokens");
+  flags.in_text = as_text;
+  std::string text = flags.text_file.empty() ? flags.text : read_file(flags.text_file);
+  std::vector<int32_t> tokens;
+  if (!as_text) {
+    tokens = flags.tokens.empty() ? parse_tokens(read_file(flags.tokens_file), flags.tokens_file)
+                                  : parse_tokens(flags.tokens, "--tokens");
+  }
   flags.sampling.flags = flags.ignore_eos ? MOELORA_SAMPLING_IGNORE_EOS : 0;
   const Engine engine(flags.engine);
   const Queue queue;
-  std::vector<Answer> answers = make_answers(flags, engine, queue, prompt);
+  flags.has_text = flags.in_text || (flags.json && engine.has_tokenizer());
+  std::vector<Answer> answers = make_answers(flags, engine, queue, text, tokens);
   std::vector<moelora_request> handles;
   for (const Answer& answer : answers) {
     handles.push_back(answer.request.handle());
   }
   const double start = now_ms();
   must(moelora_submit_batch, engine.get(), handles.data(), handles.size(), static_cast<moelora_status*>(nullptr));
-  stream(answers, queue, flags.json);
+  stream(answers, queue, flags);
   report(answers, now_ms() - start, flags.json);
   return 0;
 }
@@ -130,13 +177,16 @@ int generate(GenerateFlags& flags) {
 void add_generate(CLI::App& app, int* exit_code) {
   auto flags = std::make_shared<GenerateFlags>();
   moelora_sampling_init(&flags->sampling);
-  CLI::App* command = app.add_subcommand("generate", "Answers a prompt of token ids with the base or with adapters");
+  CLI::App* command = app.add_subcommand("generate", "Answers a prompt with the base or with adapters");
   add_engine_flags(*command, flags->engine, true);
+  CLI::Option* text = command->add_option("--text", flags->text, "the prompt; answers are text too");
+  command->add_option("--text-file", flags->text_file, "file of the prompt as text");
   command->add_option("--tokens", flags->tokens, "token ids, separated by commas or spaces");
   command->add_option("--tokens-file", flags->tokens_file, "file of token ids");
   command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->allow_extra_args(false);
   command->add_flag("--base", flags->base, "answer with the base model too");
   command->add_option("--scale", flags->scale, "factor on the scale of the adapters");
+  command->add_option("--stop", flags->stops, "text that ends an answer; may be repeated")->allow_extra_args(false);
   command->add_option("--max-tokens", flags->sampling.max_tokens);
   command->add_option("--temperature", flags->sampling.temperature, "0: greedy");
   command->add_option("--top-k", flags->sampling.top_k);
@@ -145,7 +195,10 @@ void add_generate(CLI::App& app, int* exit_code) {
   command->add_option("--seed", flags->sampling.seed, "0: chosen and reported");
   command->add_flag("--ignore-eos", flags->ignore_eos);
   command->add_flag("--json", flags->json, "one JSON line an answer, at the end, instead of the stream");
-  command->callback([flags, exit_code] { *exit_code = generate(*flags); });
+  command->callback([flags, text, exit_code] {
+    flags->text_given = text->count() > 0;
+    *exit_code = generate(*flags);
+  });
 }
 
 }  // namespace moelora_cli

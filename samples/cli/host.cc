@@ -5,6 +5,7 @@
 #include <array>
 #include <cctype>
 #include <chrono>
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
@@ -85,6 +86,18 @@ moelora_adapter Engine::load(const AdapterFlag& adapter) const {
   return handle;
 }
 
+bool Engine::has_tokenizer() const {
+  moelora_tokenizer* tokenizer = nullptr;
+  moelora_error error;
+  moelora_error_init(&error);
+  const moelora_status status = moelora_tokenizer_from_engine(engine_, &tokenizer, &error);
+  moelora_tokenizer_release(tokenizer);
+  if (status != MOELORA_OK && status != MOELORA_E_NOT_FOUND) {
+    std::fprintf(stderr, "no text: %s: %s\n", moelora_status_name(status), error.message);
+  }
+  return status == MOELORA_OK;
+}
+
 std::vector<moelora_event> Queue::wait(int32_t timeout_ms) const {
   std::vector<moelora_event> events(64);
   size_t count = 0;
@@ -107,18 +120,30 @@ Request::Request(Request&& other) noexcept
     : engine_(other.engine_),
       handle_(std::exchange(other.handle_, 0)),
       finished_(other.finished_),
-      tokens_(std::move(other.tokens_)) {}
+      wants_text_(other.wants_text_),
+      tokens_(std::move(other.tokens_)),
+      text_(std::move(other.text_)) {}
 
 Request& Request::operator=(Request&& other) noexcept {
   std::swap(engine_, other.engine_);
   std::swap(handle_, other.handle_);
   std::swap(finished_, other.finished_);
+  std::swap(wants_text_, other.wants_text_);
   std::swap(tokens_, other.tokens_);
+  std::swap(text_, other.text_);
   return *this;
 }
 
 void Request::set_tokens(const std::vector<int32_t>& prompt) {
   must(moelora_request_set_tokens, engine_, handle_, prompt.data(), prompt.size());
+}
+
+void Request::set_text(const std::string& prompt) {
+  must(moelora_request_set_text, engine_, handle_, prompt.data(), prompt.size());
+}
+
+void Request::add_stop(const std::string& text) {
+  must(moelora_request_add_stop, engine_, handle_, text.data(), text.size());
 }
 
 void Request::set_sampling(const moelora_sampling& sampling) {
@@ -139,18 +164,22 @@ void Request::submit() {
 
 size_t Request::read(int32_t timeout_ms) {
   std::array<int32_t, 256> buffer;
+  std::array<char, 4096> text;
   size_t taken = 0;
+  bool first = true;
   while (!finished_) {
     moelora_chunk chunk;
     moelora_chunk_init(&chunk);
-    const moelora_status status = must(moelora_request_read, engine_, handle_, taken == 0 ? timeout_ms : 0,
-                                       buffer.data(), buffer.size(), static_cast<char*>(nullptr), size_t{0}, &chunk);
+    const moelora_status status =
+        must(moelora_request_read, engine_, handle_, std::exchange(first, false) ? timeout_ms : 0, buffer.data(),
+             buffer.size(), wants_text_ ? text.data() : nullptr, wants_text_ ? text.size() : 0, &chunk);
     if (status == MOELORA_END) {
       finished_ = true;
     } else if (status == MOELORA_TIMEOUT) {
       break;
     } else {
       tokens_.insert(tokens_.end(), buffer.begin(), buffer.begin() + chunk.num_tokens);
+      text_.append(text.data(), chunk.num_text_bytes);
       taken += chunk.num_tokens;
     }
   }
@@ -189,6 +218,32 @@ double Request::router_gap(int32_t row) const {
   float gap = -1;
   must(moelora_request_router_gap, engine_, handle_, row, &gap);
   return static_cast<double>(gap);
+}
+
+Tokenizer::Tokenizer(const std::string& model) {
+  must(moelora_tokenizer_open, model.data(), model.size(), &tokenizer_);
+}
+
+std::vector<int32_t> Tokenizer::tokenize(const std::string& text, uint32_t flags) const {
+  std::vector<int32_t> tokens(text.size() / 2 + 16);
+  size_t size = 0;
+  while (must(moelora_tokenize, tokenizer_, text.data(), text.size(), flags, tokens.data(), tokens.size(), &size) ==
+         MOELORA_MORE) {
+    tokens.resize(size);
+  }
+  tokens.resize(size);
+  return tokens;
+}
+
+std::string Tokenizer::detokenize(const std::vector<int32_t>& tokens, uint32_t flags) const {
+  std::string text(16 * tokens.size() + 16, '\0');
+  size_t size = 0;
+  while (must(moelora_detokenize, tokenizer_, tokens.data(), tokens.size(), flags, text.data(), text.size(), &size) ==
+         MOELORA_MORE) {
+    text.resize(size);
+  }
+  text.resize(size);
+  return text;
 }
 
 const char* finish_name(int32_t reason) {

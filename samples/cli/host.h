@@ -64,6 +64,7 @@ class Engine {
   [[nodiscard]] moelora_engine* get() const { return engine_; }
   [[nodiscard]] moelora_engine_info info() const;
   [[nodiscard]] moelora_adapter load(const AdapterFlag& adapter) const;
+  [[nodiscard]] bool has_tokenizer() const;
 
  private:
   moelora_engine* engine_ = nullptr;
@@ -95,16 +96,22 @@ class Request {
 
   [[nodiscard]] moelora_request handle() const { return handle_; }
   void set_tokens(const std::vector<int32_t>& prompt);
+  void set_text(const std::string& prompt);
+  void add_stop(const std::string& text);
+  // Reads text beside the tokens from here on; the model needs a tokenizer.
+  void want_text() { wants_text_ = true; }
   void set_sampling(const moelora_sampling& sampling);
   void set_adapter(moelora_adapter adapter, float scale);
   void set_queue(const Queue& queue, uint64_t tag);
   void submit();
-  // Takes what is ready, waiting up to timeout_ms for the first token. Returns the number of new tokens, and sets
+  // Takes what is ready, waiting up to timeout_ms for the first of it. Returns the number of new tokens, and sets
   // finished() at the end. Throws the request's own error.
   size_t read(int32_t timeout_ms);
   void read_to_end();
   [[nodiscard]] bool finished() const { return finished_; }
   [[nodiscard]] const std::vector<int32_t>& tokens() const { return tokens_; }
+  [[nodiscard]] const std::string& text() const { return text_; }
+  [[nodiscard]] bool wants_text() const { return wants_text_; }
   [[nodiscard]] moelora_result result() const;
   // Captured logits (moelora_experimental.h): rows in order of position.
   [[nodiscard]] int32_t captured(int32_t* first_position) const;
@@ -115,7 +122,23 @@ class Request {
   moelora_engine* engine_ = nullptr;
   moelora_request handle_ = 0;
   bool finished_ = false;
+  bool wants_text_ = false;
   std::vector<int32_t> tokens_;
+  std::string text_;
+};
+
+// A model folder's tokenizer.
+class Tokenizer {
+ public:
+  explicit Tokenizer(const std::string& model);
+  ~Tokenizer() { moelora_tokenizer_release(tokenizer_); }
+  Tokenizer(const Tokenizer&) = delete;
+  Tokenizer& operator=(const Tokenizer&) = delete;
+  [[nodiscard]] std::vector<int32_t> tokenize(const std::string& text, uint32_t flags) const;
+  [[nodiscard]] std::string detokenize(const std::vector<int32_t>& tokens, uint32_t flags) const;
+
+ private:
+  moelora_tokenizer* tokenizer_ = nullptr;
 };
 
 const char* finish_name(int32_t reason);

@@ -42,6 +42,8 @@ int main(int argc, char** argv) {
   moelora_cli::add_verify(app, &exit_code);
   moelora_cli::add_inspect(app, &exit_code);
   moelora_cli::add_bench(app, &exit_code);
+  moelora_cli::add_tokenize(app, &exit_code);
+  moelora_cli::add_detokenize(app, &exit_code);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

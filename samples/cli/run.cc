@@ -149,7 +149,7 @@ class Runner {
       if (!running.request.finished()) {
         return;
       }
-      write(event.tag, run_answer(context_, running.id, running.request), false);
+      write(event.tag, run_answer(running.id, running.request), false);
     } catch (const Failure& failure) {
       write(event.tag, run_error(running.id, failure.status, failure.what()), true);
     }
@@ -189,11 +189,6 @@ size_t count_lines(const std::string& path) {
   return count;
 }
 
-moelora_tokenizer* open_tokenizer(moelora_engine* engine) {
-  moelora_tokenizer* tokenizer = nullptr;
-  return moelora_tokenizer_from_engine(engine, &tokenizer, nullptr) == MOELORA_OK ? tokenizer : nullptr;
-}
-
 int run(const RunFlags& flags) {
   std::ifstream in_file;
   std::ofstream out_file;
@@ -208,7 +203,7 @@ int run(const RunFlags& flags) {
   }
   const Engine engine(flags.engine);
   const Queue queue;
-  RunContext context{&engine, &queue, {}, {}, open_tokenizer(engine.get())};
+  RunContext context{&engine, &queue, {}, {}, engine.has_tokenizer()};
   moelora_sampling_init(&context.defaults);
   for (const std::string& text : flags.adapters) {
     const AdapterFlag adapter = parse_adapter(text);
@@ -228,7 +223,6 @@ int run(const RunFlags& flags) {
     runner.run(reader, progress);
   }
   const double seconds = (now_ms() - start) / 1e3;
-  moelora_tokenizer_release(context.tokenizer);
   std::fprintf(stderr, "%zu requests, %zu failed, %zu output tokens in %.2f s, %.1f tokens/s\n", runner.done(),
                runner.failed(), runner.tokens(), seconds, static_cast<double>(runner.tokens()) / seconds);
   return runner.failed() == 0 ? 0 : 1;

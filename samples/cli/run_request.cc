@@ -50,12 +50,22 @@ std::vector<std::string> text_list(const Json& value, const std::string& field) 
   return texts;
 }
 
+std::string one_text(const Json& value, const std::string& field) {
+  if (!value.is_string()) {
+    wrong(field, "a string");
+  }
+  return value.get<std::string>();
+}
+
 // Everything but the numbers of sampling.
 class Builder {
  public:
   Builder(const RunContext& context, uint64_t tag)
       : context_(context), engine_(context.engine->get()), request_(engine_), sampling_(context.defaults) {
     request_.set_queue(*context.queue, tag);
+    if (context.has_text) {
+      request_.want_text();
+    }
     add_sampling_fields();
     add_other_fields();
   }
@@ -121,12 +131,12 @@ class Builder {
     };
     fields_["prompt"] = [this](const Json& value, const std::string& field) {
       take_prompt();
-      const std::string text = text_list(value, field).at(0);
-      must(moelora_request_set_text, engine_, request_.handle(), text.data(), text.size());
+      request_.set_text(one_text(value, field));
     };
+    fields_["text"] = fields_["prompt"];
     fields_["stop"] = [this](const Json& value, const std::string& field) {
       for (const std::string& text : text_list(value, field)) {
-        must(moelora_request_add_stop, engine_, request_.handle(), text.data(), text.size());
+        request_.add_stop(text);
       }
     };
     fields_["stop_tokens"] = [this](const Json& value, const std::string& field) {
@@ -145,14 +155,14 @@ class Builder {
       must(moelora_request_set_deadline, engine_, request_.handle(), deadline);
     };
     fields_["cache_salt"] = [this](const Json& value, const std::string& field) {
-      const std::string salt = text_list(value, field).at(0);
+      const std::string salt = one_text(value, field);
       must(moelora_request_set_cache_salt, engine_, request_.handle(), salt.data(), salt.size());
     };
   }
 
   void take_prompt() {
     if (std::exchange(has_prompt_, true)) {
-      throw Failure(MOELORA_E_INVALID, "a request has one of \"tokens\" and \"prompt\", not both");
+      throw Failure(MOELORA_E_INVALID, "a request has one of \"tokens\" and \"prompt\" (or \"text\"), not both");
     }
   }
 
@@ -177,17 +187,6 @@ class Builder {
   std::map<std::string, Setter> fields_;
 };
 
-std::string detokenize(moelora_tokenizer* tokenizer, const std::vector<int32_t>& tokens) {
-  std::string text(16 * tokens.size() + 16, '\0');
-  size_t size = 0;
-  while (must(moelora_detokenize, tokenizer, tokens.data(), tokens.size(), 0u, text.data(), text.size(), &size) ==
-         MOELORA_MORE) {
-    text.resize(size);
-  }
-  text.resize(size);
-  return text;
-}
-
 }  // namespace
 
 Json run_id(const Json& line, size_t number) {
@@ -198,11 +197,11 @@ Request make_run_request(const RunContext& context, const Json& line, uint64_t t
   return Builder(context, tag).build(line);
 }
 
-Json run_answer(const RunContext& context, const Json& id, const Request& request) {
+Json run_answer(const Json& id, const Request& request) {
   const moelora_result result = request.result();
   Json answer = {{"id", id}, {"tokens", request.tokens()}};
-  if (context.tokenizer != nullptr) {
-    answer["text"] = detokenize(context.tokenizer, request.tokens());
+  if (request.wants_text()) {
+    answer["text"] = request.text();
   }
   answer["finish_reason"] = finish_name(result.finish_reason);
   answer["usage"] = {{"prompt_tokens", result.prompt_tokens},

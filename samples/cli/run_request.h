@@ -18,14 +18,14 @@ struct RunContext {
   const Queue* queue;
   std::map<std::string, moelora_adapter> adapters;
   moelora_sampling defaults;
-  moelora_tokenizer* tokenizer;  // null without one
+  bool has_text;  // the model has a tokenizer
 };
 
 // The id of a line: its "id", or its number (from 1). Never throws.
 Json run_id(const Json& line, size_t number);
 // Builds the request of a parsed line; throws Failure naming the field.
 Request make_run_request(const RunContext& context, const Json& line, uint64_t tag);
-Json run_answer(const RunContext& context, const Json& id, const Request& request);
+Json run_answer(const Json& id, const Request& request);
 Json run_error(const Json& id, moelora_status status, const std::string& message);
 
 }  // namespace moelora_cli

@@ -27,10 +27,11 @@ grep -q 'FLAGS_1.*NOW' <<<"$dynamic" || fail "not linked with -z now"
 readelf -lW "$library" | grep -q 'GNU_RELRO' || fail "no relro"
 ! readelf -lW "$library" | grep 'GNU_STACK' | grep -q 'RWE' || fail "an executable stack"
 if [ -z "$sanitizers" ]; then
-  # The C and C++ run times, PCRE2 for the regular expressions of adapters, Highway's choice of instruction set.
+  # The C and C++ run times, PCRE2 for the regular expressions of adapters and tokenizers, utf8proc for
+  # normal forms, Highway's choice of instruction set.
   sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' <<<"$dynamic" | sort >"$work/needed"
   printf '%s\n' ld-linux-x86-64.so.2 libc.so.6 libgcc_s.so.1 libhwy.so.1 libm.so.6 libpcre2-8.so.0 libstdc++.so.6 \
-    >"$work/allowed"
+    libutf8proc.so.2 >"$work/allowed"
   extra=$(comm -23 "$work/needed" <(sort "$work/allowed"))
   [ -z "$extra" ] || fail "needs more than it may: $extra"
   # A library inside someone else's process does not end it, and does not write to its terminal.

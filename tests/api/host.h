@@ -52,7 +52,7 @@ struct Options {
 
 class Host {
  public:
-  explicit Host(const Options& options = {}) {
+  explicit Host(const Options& options = {}, const std::string& dir = model_dir()) {
     moelora_config* config = nullptr;
     Err err;
     INFO(err.message());
@@ -66,7 +66,6 @@ class Host {
     set(config, "max_queued_requests", options.max_queued_requests);
     REQUIRE(moelora_config_set_str(config, "overrun", MOELORA_STRLEN, options.overrun.c_str(), MOELORA_STRLEN, err) ==
             MOELORA_OK);
-    const std::string dir = model_dir();
     const moelora_status status = moelora_engine_create(config, dir.data(), dir.size(), &engine, err);
     moelora_config_destroy(config);
     if (status != MOELORA_OK) {

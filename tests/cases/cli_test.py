@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -47,6 +48,25 @@ def test_version_and_usage():
         check(result.returncode == 2, f"wrong usage exits 2: {arguments}", result)
 
 
+def test_tokenize():
+    folder = CASES + "/../tokenizers/mixtral"
+    text = "caf\u00e9 <|user|>\0 x\n"
+    result = moelora("tokenize", "--model", folder, "--json", stdin=text)
+    check(result.returncode == 0 and list(json.loads(result.stdout)) == ["ids"], "tokenize --json", result)
+    ids = json.loads(result.stdout)["ids"]
+    plain = moelora("tokenize", "--model", folder, "--no-special", stdin=text)
+    check(plain.stdout == " ".join(map(str, ids[1:])) + "\n", "tokenize --no-special leaves out BOS", plain)
+    back = moelora("detokenize", "--model", folder, stdin=plain.stdout)
+    # The mark that the normaliser puts before a segment is a space behind a special token.
+    check(back.returncode == 0 and back.stdout == text.replace("<|user|>", "<|user|> "), "detokenize", back)
+    back = moelora("detokenize", "--model", folder, "--json", "--skip-special", stdin="[1, 369, 320]")
+    check(json.loads(back.stdout) == {"text": "a"}, "detokenize --json --skip-special", back)
+    result = moelora("tokenize", "--model", MODEL, stdin="a")
+    check(result.returncode == 1 and "tokenizer.json" in result.stderr, "tokenize names the missing file", result)
+    result = moelora("detokenize", "--model", folder, stdin="1 x")
+    check(result.returncode == 1 and "'x'" in result.stderr, "detokenize names a bad token", result)
+
+
 def test_generate():
     case = REFERENCE[("attn", 7)]
     result = moelora("generate", "--model", MODEL, *adapter("attn"), *adapter("experts"), "--base", "--json",
@@ -60,6 +80,74 @@ def test_generate():
     result = moelora("generate", "--model", MODEL, "--tokens", "1", "--set", "devise=cpu")
     check(result.returncode == 1 and "devise" in result.stderr and "device" in result.stderr,
           "an unknown option names near matches", result)
+
+
+def text_model():
+    """The model with a tokenizer beside it: ids 0 to 255 are bytes, 256 is the BOS, others are words."""
+    folder = os.path.join(TMP, "text_model")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.makedirs(folder)
+    for name in os.listdir(MODEL):
+        os.symlink(os.path.join(MODEL, name), os.path.join(folder, name))
+    others = 0
+    vocab = {}
+    for byte in range(256):
+        plain = 0x21 <= byte <= 0x7E or 0xA1 <= byte <= 0xAC or byte >= 0xAE
+        vocab[chr(byte if plain else 256 + others)] = byte
+        others += not plain
+    vocab.update({f"word{i}": i for i in range(257, 320)})
+    tokenizer = {
+        "added_tokens": [{"id": 256, "content": "<s>", "special": True}], "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "post_processor": {"type": "TemplateProcessing",
+                           "single": [{"SpecialToken": {"id": "<s>"}}, {"Sequence": {"id": "A"}}],
+                           "special_tokens": {"<s>": {"id": "<s>", "ids": [256]}}},
+        "decoder": {"type": "ByteLevel"}, "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    with open(os.path.join(folder, "tokenizer.json"), "w", encoding="utf-8") as file:
+        json.dump(tokenizer, file)
+    return folder
+
+
+def lines_of(text):
+    """As subprocess gives it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def test_text():
+    model = text_model()
+    flags = ("--model", model, "--max-tokens", "12", "--ignore-eos")
+    by_id = json.loads(moelora("generate", *flags, "--json", "--tokens", "256 104 105").stdout)
+    by_text = moelora("generate", *flags, "--json", "--text", "hi")
+    check(by_text.returncode == 0 and json.loads(by_text.stdout)["tokens"] == by_id["tokens"],
+          "generate --text has a BOS", by_text)
+    text = json.loads(by_text.stdout)["text"]
+    check(by_id["text"] == text, "generate --tokens --json has text too", by_text)
+    streamed = moelora("generate", *flags, "--text", "hi")
+    check(streamed.stdout == lines_of(text + "\n"), "generate --text streams text", streamed)
+    streamed = moelora("generate", *flags, "--tokens", "256 104 105")
+    check(streamed.stdout.split() == list(map(str, by_id["tokens"])), "generate --tokens streams ids", streamed)
+    several = moelora("generate", *flags, "--text", "hi", "--base", *adapter("attn"))
+    check(lines_of(f"base:\n{text}\n") in several.stdout and "attn:\n" in several.stdout,
+          "generate: several texts", several)
+    stop = text[len(text) // 2]
+    wanted = text[:text.index(stop)]
+    stopped = moelora("generate", *flags, "--text", "hi", "--stop", "no such text", "--stop", stop)
+    check(stopped.stdout == lines_of(wanted + "\n") and "ended by stop" in stopped.stderr, "generate --stop", stopped)
+    common = {"max_tokens": 12, "ignore_eos": True}
+    lines = [{"id": 1, "prompt": "hi", **common}, {"id": 2, "text": "hi", "stop": stop, **common},
+             {"id": 3, "tokens": [256, 104, 105], "stop": ["no such text", stop], **common},
+             {"id": 4, "text": "hi", "prompt": "hi"}, {"id": 5, "prompt": ["hi"]},
+             {"id": 6, "text": "hi", "stop": ""}]
+    result = moelora("run", "--model", model, stdin="\n".join(map(json.dumps, lines)) + "\n")
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    check(answers[0].get("text") == text and answers[0].get("tokens") == by_id["tokens"], "run: prompt", result)
+    for answer in answers[1:3]:
+        check(answer.get("text") == wanted and answer.get("finish_reason") == "stop", "run: stop", result)
+    check(all("E_INVALID" == answer.get("error", {}).get("status") for answer in answers[3:]), "run: errors", result)
+    result = moelora("generate", "--model", MODEL, "--text", "hi")
+    check(result.returncode == 1 and "no tokenizer" in result.stderr, "text without a tokenizer", result)
+    result = moelora("generate", "--model", model, "--text", "hi", "--tokens", "1")
+    check(result.returncode == 1 and "one of --text" in result.stderr, "one prompt only", result)
 
 
 def test_run_keeps_order_and_reports_errors():

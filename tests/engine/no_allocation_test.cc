@@ -9,6 +9,7 @@
 #include <random>
 
 #include "tests/engine/engine_support.h"
+#include "tests/text/tokenizer_files.h"
 
 namespace {
 
@@ -73,6 +74,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   for (const char* name : {"attn", "experts", "patterns", "rslora", "experts_2d"}) {
     adapters.push_back(load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/" + name, name));
   }
+  const auto tokenizer = open_file(byte_level_file());
   std::mt19937 random(11);
   const auto queue = std::make_shared<CompletionQueue>();
   const auto wave = [&](size_t count) {
@@ -91,6 +93,10 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
       request.sampling.top_p = 0.9f;
       request.sampling.repetition_penalty = i % 4 == 0 ? 1.2f : 1.0f;
       request.sampling.logprobs = i % 5 == 0 ? 3 : -1;
+      if (i % 2 == 1) {  // some of them are found
+        request.tokenizer = tokenizer;
+        request.stop_strings = {{"ab", 0}, {"\xEF\xBF\xBD\xEF\xBF\xBD", 1}, {std::string(300, 'a'), 2}};
+      }
       auto submission = std::make_shared<Submission>();
       submission->request = request;
       submission->stream = std::make_unique<TokenStream>(request, 320, i % 2 == 0 ? queue : nullptr, i + 1, i);
