@@ -319,37 +319,42 @@ __device__ __forceinline__ void expand_owned(const Params& p, const StreamWork& 
   barrier_sync(1, Tile::MULTIPLY_THREADS);
 }
 
-// Four neighbouring elements of a stored type as they lie in memory, or as many as exist.
+// Up to four neighbouring elements of a stored type; VECTOR: all four, aligned as a whole.
+template <bool VECTOR>
 struct StoredFour {
-  uint32_t bits[4] = {};
-  static __device__ __forceinline__ bool whole(const void* values, int64_t index, bool f32, int exist) {
-    const auto address = reinterpret_cast<uintptr_t>(values) + static_cast<uintptr_t>(index) * (f32 ? 4 : 2);
-    return exist >= 4 && address % (f32 ? 16 : 8) == 0;
-  }
+  uint4 bits = {};  // as fp32; VECTOR: two bf16 a word
   __device__ __forceinline__ void load(const void* values, int64_t index, bool f32, int exist) {
-    if (whole(values, index, f32, exist)) {
-      if (f32) {
-        const uint4 four = *reinterpret_cast<const uint4*>(static_cast<const float*>(values) + index);
-        bits[0] = four.x, bits[1] = four.y, bits[2] = four.z, bits[3] = four.w;
-      } else {
-        const uint2 four = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(values) + index);
-        bits[0] = four.x << 16, bits[1] = four.x & 0xffff0000u;
-        bits[2] = four.y << 16, bits[3] = four.y & 0xffff0000u;
+    if constexpr (VECTOR) {
+      if (exist > 0) {
+        if (f32) {
+          bits = *reinterpret_cast<const uint4*>(static_cast<const float*>(values) + index);
+        } else {
+          const uint2 four = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(values) + index);
+          bits.x = four.x, bits.y = four.y;
+        }
       }
-      return;
-    }
+    } else {
+      uint32_t* const word = &bits.x;
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      if (c < exist) {
-        bits[c] = f32 ? static_cast<const uint32_t*>(values)[index + c]
-                      : uint32_t{static_cast<const uint16_t*>(values)[index + c]} << 16;
+      for (int c = 0; c < 4; ++c) {
+        if (c < exist) {
+          word[c] = f32 ? static_cast<const uint32_t*>(values)[index + c]
+                        : uint32_t{static_cast<const uint16_t*>(values)[index + c]} << 16;
+        }
       }
     }
   }
-  [[nodiscard]] __device__ __forceinline__ float value(int c) const { return __uint_as_float(bits[c]); }
+  __device__ __forceinline__ void add_to(float (&y)[4], bool f32) const {
+    const bool packed = VECTOR && !f32;
+    y[0] += __uint_as_float(packed ? bits.x << 16 : bits.x);
+    y[1] += __uint_as_float(packed ? bits.x & 0xffff0000u : bits.y);
+    y[2] += __uint_as_float(packed ? bits.y << 16 : bits.z);
+    y[3] += __uint_as_float(packed ? bits.y & 0xffff0000u : bits.w);
+  }
 };
+template <bool VECTOR>
 __device__ __forceinline__ void store_four(void* values, int64_t index, bool f32, int exist, const float (&y)[4]) {
-  if (StoredFour::whole(values, index, f32, exist)) {
+  if constexpr (VECTOR) {
     if (f32) {
       *reinterpret_cast<float4*>(static_cast<float*>(values) + index) = make_float4(y[0], y[1], y[2], y[3]);
     } else {
@@ -358,18 +363,24 @@ __device__ __forceinline__ void store_four(void* values, int64_t index, bool f32
       *reinterpret_cast<uint2*>(static_cast<uint16_t*>(values) + index) =
           make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
     }
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    if (c < exist) {
-      if (f32) {
+    for (int c = 0; c < 4; ++c) {
+      if (c < exist && f32) {
         static_cast<float*>(values)[index + c] = y[c];
-      } else {
+      } else if (c < exist) {
         static_cast<__nv_bfloat16*>(values)[index + c] = from_f32<__nv_bfloat16>(y[c]);
       }
     }
   }
+}
+// Whether outputs and bias of a part come in whole, aligned groups of four.
+__device__ __forceinline__ bool in_fours(const Part& part) {
+  const auto aligned = [](const void* values, bool f32) {
+    return reinterpret_cast<uintptr_t>(values) % (f32 ? 16 : 8) == 0;
+  };
+  return part.n % 4 == 0 && part.out_stride % 4 == 0 && aligned(part.out, part.out_f32) &&
+         aligned(part.bias, part.bias_f32);
 }
 
 // Four outputs of an owned row.
@@ -380,20 +391,36 @@ struct StreamPlace {
   int64_t row;
 };
 
-// Sums over the cluster's blocks, in their order, what comes on top, and the outputs. By the threads that multiply.
-template <int TOKENS, int WARPGROUPS>
+// y += the row's delta, lora_B.bias included.
+__device__ __forceinline__ void add_delta(const Params& p, const LoraToken& token, const float* delta, int n, int exist,
+                                          float (&y)[4]) {
+  constexpr int kPerGranule = kGranuleBytes / sizeof(float);
+  const float* bias = nullptr;
+  if (token.bias >= 0) {
+    bias = reinterpret_cast<const float*>(p.table.granule(token.slot, token.bias + n / kPerGranule)) + n % kPerGranule;
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (c < exist) {
+      y[c] += bias != nullptr ? fmaf(token.scale, bias[c], delta[c]) : delta[c];
+    }
+  }
+}
+
+// Sums over the cluster's blocks, in their order, what comes on top, and the outputs; TOGETHER at a time. By the
+// threads that multiply.
+template <int TOKENS, int WARPGROUPS, bool VECTOR, int TOGETHER>
 __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& work, const StreamShared<TOKENS>& shared,
                                             float* sums, const float* deltas) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  constexpr int TOGETHER = TOKENS <= 8 ? 1 : 3;
   const Part& part = work.part;
   const bool lora = p.num_modules > 0;
   bool waited = false;
 #pragma unroll 1
   for (int base = 0; base < work.owned * Tile::OUTPUTS / 4 || !waited; base += TOGETHER * Tile::MULTIPLY_THREADS) {
     StreamPlace at[TOGETHER];
-    StoredFour before[TOGETHER];
-    StoredFour bias[TOGETHER];
+    StoredFour<VECTOR> before[TOGETHER];
+    StoredFour<VECTOR> bias[TOGETHER];
 #pragma unroll
     for (int i = 0; i < TOGETHER; ++i) {
       const int e = base + i * Tile::MULTIPLY_THREADS + static_cast<int>(threadIdx.x);
@@ -437,28 +464,51 @@ __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& w
         y[0] += values[i][block].x, y[1] += values[i][block].y;
         y[2] += values[i][block].z, y[3] += values[i][block].w;
       }
+      const int n = work.n0 + at[i].column;
       if (lora && shared.tokens[at[i].index].rank != 0) {
-        const LoraToken& token = shared.tokens[at[i].index];
-        const float* const delta = deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column;
-        StoredFour lora_bias;
-        if (token.bias >= 0) {
-          constexpr int kPerGranule = kGranuleBytes / sizeof(float);
-          const int n = work.n0 + at[i].column;
-          lora_bias.load(p.table.granule(token.slot, token.bias + n / kPerGranule), n % kPerGranule, true, at[i].exist);
-        }
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-          y[c] += token.bias >= 0 ? fmaf(token.scale, lora_bias.value(c), delta[c]) : delta[c];
-        }
+        add_delta(p, shared.tokens[at[i].index], deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column, n,
+                  at[i].exist, y);
       }
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        y[c] += part.bias != nullptr ? bias[i].value(c) : 0.0f;
-        y[c] += p.accumulate ? before[i].value(c) : 0.0f;
+      if (part.bias != nullptr) {
+        bias[i].add_to(y, part.bias_f32);
       }
-      store_four(part.out, at[i].row * part.out_stride + work.n0 + at[i].column, part.out_f32, at[i].exist, y);
+      if (p.accumulate) {
+        before[i].add_to(y, part.out_f32);
+      }
+      store_four<VECTOR>(part.out, at[i].row * part.out_stride + n, part.out_f32, at[i].exist, y);
     }
   }
+}
+
+// Everything after the products, by the whole block; the sums take the place of the ring.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void finish_stream(const Params& p, const StreamWork& work,
+                                              const StreamShared<TOKENS>& shared, float* sums,
+                                              const float (&acc)[TOKENS / 2]) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
+  if (multiplies) {
+    leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (multiplies) {
+    wait_for_previous();
+    float* const deltas = sums + Tile::SUMS_BYTES / 4;
+    if (p.num_modules > 0) {
+      expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
+    }
+    if (in_fours(work.part)) {
+      store_owned<TOKENS, WARPGROUPS, true, TOKENS <= 8 ? 1 : 3>(p, work, shared, sums, deltas);
+    } else {
+      store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
+    }
+  } else {
+    cluster_wait();
+  }
+  __syncwarp();
+  cluster_arrive_relaxed();
+  cluster_wait();  // nobody reads this block's sums any more
 }
 
 // Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
@@ -521,25 +571,7 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
   }
   __syncwarp();
   __syncthreads();  // all stages are read, sums take their place; the tokens are known
-  auto* const sums = reinterpret_cast<float*>(ring);
-  if (multiplies) {
-    leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
-  }
-  __syncwarp();
-  cluster_arrive();
-  if (multiplies) {
-    wait_for_previous();
-    float* const deltas = sums + Tile::SUMS_BYTES / 4;
-    if (lora) {
-      expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
-    }
-    store_owned<TOKENS, WARPGROUPS>(p, work, shared, sums, deltas);
-  } else {
-    cluster_wait();
-  }
-  __syncwarp();
-  cluster_arrive_relaxed();
-  cluster_wait();  // nobody reads this block's sums any more
+  finish_stream<TOKENS, WARPGROUPS>(p, work, shared, reinterpret_cast<float*>(ring), acc);
 #endif
 }
 
