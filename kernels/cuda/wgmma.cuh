@@ -88,17 +88,22 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address) {
 // d += A[64 x 16] B[16 x TOKENS], of TOKENS / 2 accumulators a thread.
 template <int TOKENS>
 __device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], const uint32_t* a, uint64_t b);
+// The same with A in shared memory, 64 rows as B's.
+template <int TOKENS>
+__device__ __forceinline__ void wgmma_m64k16(float (&d)[TOKENS / 2], uint64_t a, uint64_t b);
 
 // clang-format off
 #define MOELORA_D16(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
                        "+f"(d[i + 6]), "+f"(d[i + 7]), "+f"(d[i + 8]), "+f"(d[i + 9]), "+f"(d[i + 10]),          \
                        "+f"(d[i + 11]), "+f"(d[i + 12]), "+f"(d[i + 13]), "+f"(d[i + 14]), "+f"(d[i + 15])
+#define MOELORA_D8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define MOELORA_D32 MOELORA_D16(0)
 #define MOELORA_D64 MOELORA_D32, MOELORA_D16(16)
 #define MOELORA_D96 MOELORA_D64, MOELORA_D16(32)
 #define MOELORA_D144 MOELORA_D96, MOELORA_D16(48), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), \
                      "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
 #define MOELORA_D192 MOELORA_D96, MOELORA_D16(48), MOELORA_D16(64), MOELORA_D16(80)
+#define MOELORA_R8 "%0,%1,%2,%3"
 #define MOELORA_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define MOELORA_R64 MOELORA_R32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define MOELORA_R96 MOELORA_R64 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -127,6 +132,26 @@ MOELORA_WGMMA(64, 32, 33, 34, 35, 36)
 MOELORA_WGMMA(96, 48, 49, 50, 51, 52)
 MOELORA_WGMMA(144, 72, 73, 74, 75, 76)
 MOELORA_WGMMA(192, 96, 97, 98, 99, 100)
+#undef MOELORA_WGMMA
+// Operands after the accumulators: the descriptors of A and B.
+#ifdef MOELORA_SM90A
+#define MOELORA_WGMMA(n, a0, b0)                                                                  \
+  template <>                                                                                     \
+  __device__ __forceinline__ void wgmma_m64k16<n>(float (&d)[n / 2], uint64_t a, uint64_t b) {    \
+    asm volatile("{.reg .pred add; setp.eq.u32 add, 0, 0;"                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" MOELORA_R##n "}, " \
+                 "%" #a0 ", %" #b0 ", add, 1, 1, 0, 0;}"                                          \
+                 : MOELORA_D##n                                                                   \
+                 : "l"(a), "l"(b));                                                               \
+  }
+#else
+#define MOELORA_WGMMA(n, a0, b0) \
+  template <>                    \
+  __device__ __forceinline__ void wgmma_m64k16<n>(float (&)[n / 2], uint64_t, uint64_t) {}
+#endif
+MOELORA_WGMMA(8, 4, 5)
+MOELORA_WGMMA(32, 16, 17)
+MOELORA_WGMMA(64, 32, 33)
 #undef MOELORA_WGMMA
 // clang-format on
 

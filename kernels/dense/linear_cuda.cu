@@ -12,6 +12,7 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <cstdlib>
 
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
@@ -20,6 +21,7 @@
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
 #include "kernels/dense/linear_skinny.cuh"
+#include "kernels/dense/linear_stream.cuh"
 #include "kernels/lora/lora_shrink_cuda.h"
 
 namespace moelora {
@@ -159,6 +161,10 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
 // Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
 void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
   const int rows = launch.params.num_rows;
+  static const int stream_from = std::getenv("STREAM_FROM") != nullptr ? std::atoi(std::getenv("STREAM_FROM")) : 1;
+  if (!large && rows >= stream_from && rows <= linear::kStreamRows && linear::launch_stream(launch, state)) {
+    return;
+  }
   if (wide) {
     linear::launch_skinny<2>(launch, state);
   } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kClusterRows ||

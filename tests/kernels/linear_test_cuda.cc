@@ -318,6 +318,35 @@ TEST_CASE("linear_cuda of 9 to 64 rows, few and many outputs, K cut into any num
   }
 }
 
+TEST_CASE("linear_cuda of few rows, more of K than a block holds at once") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const std::vector<int32_t> ranks = {32, 40, 7};
+  for (const Shape& shape : {Shape{8, 1032, {8600}}, Shape{20, 1032, {8600}}, Shape{64, 1032, {8600}},
+                             Shape{64, 2880, {1900, 1900, 1200}}, Shape{3, 4096, {2880}}}) {
+    const Dtype out = shape.rows % 8 == 0 ? Dtype::kF32 : Dtype::kBf16;
+    INFO(text(shape) << " out " << dtype_name(out));
+    LoraCase lora(shape, ranks, Dtype::kBf16, out, static_cast<uint32_t>(200 + shape.rows));
+    const auto base = lora.linear.run();
+    check_values(lora.linear, base);
+    CHECK(base == lora.linear.run());
+    const std::vector<int32_t> slots = draw_slots(lora.draw, shape.rows, static_cast<int32_t>(ranks.size()));
+    const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
+    const auto mixed = lora.run(slots, scales);
+    check_values(lora.linear, mixed, &lora.adapters);
+    for (int i = 0; i < 5; ++i) {
+      CHECK(mixed == lora.run(slots, scales));
+    }
+    for (int32_t t = 0; t < shape.rows; ++t) {
+      if (slots[static_cast<size_t>(t)] == 0) {
+        INFO("row " << t);
+        CHECK(lora.same_row(base, mixed, 0, t));
+      }
+    }
+  }
+}
+
 TEST_CASE("linear_cuda of no rows does nothing and refuses what it cannot do before launching") {
   if (gpu() == nullptr) {
     return;

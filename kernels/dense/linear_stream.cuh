@@ -1,0 +1,686 @@
+// SPDX-License-Identifier: Apache-2.0
+// linear of up to 64 rows on sm_90a, one launch for all parts, a block a multiprocessor. A cluster of up to 8 blocks
+// owns 128 outputs (64 where there are few) of one part for all rows; its blocks split K into ranges of 64-input
+// blocks. One thread asks the tensor memory accelerator for weights and x, boxes that land in a ring of stages in
+// shared memory as wgmma reads them, so that no register and no address takes part. Weights depend on no other kernel:
+// the ring, all of the shared memory, is full of them, and what follows has been asked into the L2, before anybody
+// waits for the kernel ahead. Two warpgroups multiply, 64 outputs each.
+// At the end each block leaves its sums in its shared memory; the block that owns a row adds them up over the cluster,
+// in the order of the blocks, with everything that comes on top. Rows are owned in the order of their adapters, so that
+// a block meets few of them: deltas of up to 8 rows of one adapter are one product on the tensor cores, in which no
+// other row takes part (kernels/lora/lora_expand.cuh); meanwhile the sums of the other blocks arrive.
+// Limited by memory: each weight is read once, x once for 128 outputs, from the L2. Included by linear_cuda.cu.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mma_tile.cuh"
+#include "kernels/cuda/tensor_copy.cuh"
+#include "kernels/cuda/wgmma.cuh"
+#include "kernels/dense/linear_params.cuh"
+#include "kernels/lora/lora_shrink_cuda.h"
+
+namespace moelora::linear {
+
+constexpr int kStreamRows = 64;  // at most
+constexpr int kStreamCluster = 8;
+constexpr int kStreamStages = 16;           // at most
+constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
+constexpr int kSystemShared = 228 * 1024;   // of a multiprocessor, for all blocks, each of which takes 1 KiB more
+constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
+constexpr int kBoxAlignment = 1024;
+constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
+
+// In shared memory beside the ring. A row's position: rows sorted by adapter, those without a delta first.
+template <int TOKENS>
+struct StreamShared {
+  uint64_t full[kStreamStages];   // weights and x of a stage are there
+  uint64_t empty[kStreamStages];  // all warps have multiplied it
+  int key[TOKENS];                // of each row: its adapter's slot, 0 = no delta
+  int row_at[TOKENS];             // of each position
+  int group[TOKENS];              // of each owned position: rows of the group that begins there, 0: none begins
+  LoraToken tokens[TOKENS];       // of each owned position
+};
+
+// Up to TOKENS rows, 64 WARPGROUPS outputs.
+template <int TOKENS, int WARPGROUPS>
+struct StreamTile {
+  static constexpr int OUTPUTS = 64 * WARPGROUPS;
+  static constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS;
+  static constexpr int MULTIPLY_WARPS = MULTIPLY_THREADS / 32;
+  static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
+  static constexpr int THREADS = MULTIPLY_THREADS + 32 + LOOKUP_THREADS;
+  static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;  // of a stage; the tokens follow
+  static constexpr int TOKEN_BYTES = TOKENS * kBoxBytes;
+  static constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
+  // Of sums, [token][output]: the lanes of a quad, two tokens apart each, store into different banks.
+  static constexpr int SUMS_STRIDE = OUTPUTS + 4;
+  static constexpr int SUMS_BYTES = TOKENS * SUMS_STRIDE * 4;
+  static constexpr int STATIC_BYTES = static_cast<int>(sizeof(StreamShared<TOKENS>)) + 1024;
+  static constexpr int MAX_STAGES = std::min(
+      kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
+  static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas
+  static_assert(TOKENS <= kStreamRows && STAGE_BYTES % kBoxAlignment == 0 && MIN_STAGES <= MAX_STAGES);
+  static constexpr int shared_bytes(int stages) { return kBoxAlignment + stages * STAGE_BYTES; }
+};
+
+struct StreamParams {
+  CUtensorMap weights[3];
+  CUtensorMap x;
+  Params base;
+};
+
+// What a block works on: outputs n0 .. of a part, 64-input blocks [begin, end) of K, and for the cluster the rows at
+// positions [first, first + owned).
+struct StreamWork {
+  const Part& part;
+  int n0;
+  int begin;
+  int end;
+  int first;
+  int owned;
+  int cluster;  // blocks
+};
+
+// By the thread that asks for copies.
+template <int TOKENS, int WARPGROUPS>
+struct StreamCopies {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const CUtensorMap& weights;
+  const CUtensorMap& x;
+  StreamShared<TOKENS>& shared;
+  const StreamWork& work;
+  uint32_t ring;
+  int stages;
+
+  __device__ __forceinline__ void weight(int nth, int stage) const {
+    mbarrier_expect(&shared.full[stage], Tile::WEIGHT_BYTES);
+    copy_box(ring + static_cast<uint32_t>(stage * Tile::STAGE_BYTES), weights, (work.begin + nth) * kBoxColumns,
+             work.n0, &shared.full[stage]);
+  }
+  __device__ __forceinline__ void tokens(int nth, int stage) const {
+    mbarrier_expect(&shared.full[stage], Tile::TOKEN_BYTES);
+    copy_box(ring + static_cast<uint32_t>(stage * Tile::STAGE_BYTES + Tile::WEIGHT_BYTES), x,
+             (work.begin + nth) * kBoxColumns, 0, &shared.full[stage]);
+  }
+  // Weights into the whole ring, and those behind it into the L2.
+  __device__ __forceinline__ void begin() const {
+    const int count = work.end - work.begin;
+#pragma unroll 1
+    for (int nth = 0; nth < min(count, stages); ++nth) {
+      weight(nth, nth);
+    }
+#pragma unroll 1
+    for (int nth = stages; nth < count; ++nth) {
+      prefetch_box(weights, (work.begin + nth) * kBoxColumns, work.n0);
+    }
+  }
+  // x is there.
+  __device__ __forceinline__ void rest() const {
+    const int count = work.end - work.begin;
+#pragma unroll 1
+    for (int nth = 0; nth < min(count, stages); ++nth) {
+      tokens(nth, nth);
+    }
+    int stage = 0;
+    uint32_t parity = 0;
+#pragma unroll 1
+    for (int nth = stages; nth < count; ++nth) {
+      mbarrier_wait(&shared.empty[stage], parity);
+      weight(nth, stage);
+      tokens(nth, stage);
+      if (++stage == stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+  }
+};
+
+// acc = W x of the block's range of K: 64 outputs of the warpgroup, all tokens.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void multiply_stream(StreamShared<TOKENS>& shared, uint32_t ring, int stages, int count,
+                                                float (&acc)[TOKENS / 2]) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const uint32_t own = ring + threadIdx.x / 128 * 64 * kBoxBytes;
+  int stage = 0;
+  int previous = 0;
+  uint32_t parity = 0;
+#pragma unroll 1
+  for (int nth = 0; nth < count; ++nth) {
+    mbarrier_wait(&shared.full[stage], parity);
+    const uint64_t weights = wgmma_descriptor(own + static_cast<uint32_t>(stage * Tile::STAGE_BYTES));
+    const uint64_t tokens =
+        wgmma_descriptor(ring + static_cast<uint32_t>(stage * Tile::STAGE_BYTES + Tile::WEIGHT_BYTES));
+    wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      wgmma_m64k16<TOKENS>(acc, weights + static_cast<uint64_t>(2 * step), tokens + static_cast<uint64_t>(2 * step));
+    }
+    wgmma_commit();
+    wgmma_wait<1>();  // the stage before is done with
+    if (nth > 0 && threadIdx.x % 32 == 0) {
+      mbarrier_arrive(&shared.empty[previous]);
+    }
+    previous = stage;
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  wgmma_wait<0>();
+  wgmma_hold(acc);
+}
+
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void leave_stream_sums(float* sums, const float (&acc)[TOKENS / 2]) {
+  constexpr int STRIDE = StreamTile<TOKENS, WARPGROUPS>::SUMS_STRIDE;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  float* const to = sums + lane % 4 * 2 * STRIDE + threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 2; ++i) {
+    to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = acc[i];
+  }
+}
+
+// By the LOOKUP_THREADS, `row` each: what the rows' adapters say about the part, the rows' positions, and B of the
+// owned ones' adapters asked into the L2.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
+                                               int row) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const ResolvedLora* record = nullptr;
+  int slot = 0;
+  float scale = 0.0f;
+  if (work.part.module >= 0 && row < p.num_rows) {
+    slot = p.row_slot[row];
+    scale = p.row_scale[row];
+    if (slot != 0) {
+      record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(work.part.module));
+    }
+  }
+  const LoraToken token = lora_token(record, slot, scale);
+  const int key = token.rank != 0 ? slot : 0;
+  if (row < TOKENS) {
+    shared.key[row] = key;
+  }
+  barrier_sync(2, Tile::LOOKUP_THREADS);
+  if (row >= p.num_rows) {
+    return;
+  }
+  int less = 0;
+  int before = 0;  // of the same adapter
+  int after = 0;
+#pragma unroll 4
+  for (int other = 0; other < p.num_rows; ++other) {
+    const int its = shared.key[other];
+    less += its < key ? 1 : 0;
+    before += its == key && other < row ? 1 : 0;
+    after += its == key && other > row ? 1 : 0;
+  }
+  const int position = less + before;
+  shared.row_at[position] = row;
+  const int index = position - work.first;
+  if (index < 0 || index >= work.owned) {
+    return;
+  }
+  const int nth = min(before, index);  // among the adapter's owned rows
+  shared.tokens[index] = token;
+  shared.group[index] = key != 0 && nth % kTokenGroup == 0 ? min(min(after + 1, work.owned - index), kTokenGroup) : 0;
+  if (key != 0 && nth == 0) {
+    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+    const int granules = (min(Tile::OUTPUTS, work.part.n - work.n0) + kTileColumns - 1) / kTileColumns * panels;
+#pragma unroll 1
+    for (int i = 0; i < granules; ++i) {
+      prefetch_l2_bulk(paged_granule(p.table, slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + i),
+                       kGranuleBytes);
+    }
+  }
+}
+
+// The deltas of the group of rows that begins at owned position `start`, 64 outputs from n on. By a warp.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void expand_group(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, int start, int n, float* deltas) {
+  constexpr int STRIDE = StreamTile<TOKENS, WARPGROUPS>::SUMS_STRIDE;
+  const int g = static_cast<int>(threadIdx.x % 32 / 4);
+  const int t = static_cast<int>(threadIdx.x % 4);
+  const LoraToken& token = shared.tokens[start];
+  const int count = shared.group[start];
+  const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+  const float* shrunk = nullptr;
+  if (g < count) {
+    shrunk = shrunk_row(p, work.part, shared.row_at[work.first + start + g]);
+  }
+  float acc[4][4] = {};
+#pragma unroll 1
+  for (int first = 0; first < panels; first += 4) {
+    const int panel = first + t;
+    uint4 b[4][2];
+    float values[8] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      b[i / 2][i % 2] = zero_chunk();
+    }
+    if (panel < panels) {
+      const std::byte* granule =
+          paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + panel) + g * 16;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        b[i / 2][i % 2] = *reinterpret_cast<const uint4*>(granule + i * 128);
+      }
+      if (shrunk != nullptr) {
+        *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks);
+        *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks + 4);
+      }
+    }
+    const SplitChunk x = split_chunk(values);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma_chunk(acc[i], b[i][0], b[i][1], x.high);
+      mma_chunk(acc[i], b[i][0], b[i][1], x.low);
+    }
+  }
+  float* const to = deltas + (start + 2 * t) * STRIDE + n - work.n0 + g;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (2 * t + i % 2 < count) {
+      to[i % 2 * STRIDE + i / 4 * 16 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+    }
+  }
+}
+
+// All deltas of the owned rows, [owned position][SUMS_STRIDE]. By the threads that multiply: 64 outputs of a group a
+// warp in turn.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void expand_owned(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, float* deltas) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  int item = 0;
+#pragma unroll 1
+  for (int base = 0; base < work.owned; base += 32) {
+    unsigned begins = __ballot_sync(0xffffffffu, base + lane < work.owned && shared.group[base + lane] != 0);
+    for (; begins != 0; begins &= begins - 1) {
+#pragma unroll 1
+      for (int half = 0; half < WARPGROUPS; ++half, ++item) {
+        const int n = work.n0 + 64 * half;
+        if (item % Tile::MULTIPLY_WARPS == warp && n < work.part.n) {
+          expand_group<TOKENS, WARPGROUPS>(p, work, shared, base + __ffs(static_cast<int>(begins)) - 1, n, deltas);
+        }
+      }
+    }
+  }
+  barrier_sync(1, Tile::MULTIPLY_THREADS);
+}
+
+// Up to four neighbouring elements of a stored type; VECTOR: all four, aligned as a whole.
+template <bool VECTOR>
+struct StoredFour {
+  uint4 bits = {};  // as fp32; VECTOR: two bf16 a word
+  __device__ __forceinline__ void load(const void* values, int64_t index, bool f32, int exist) {
+    if constexpr (VECTOR) {
+      if (exist > 0) {
+        if (f32) {
+          bits = *reinterpret_cast<const uint4*>(static_cast<const float*>(values) + index);
+        } else {
+          const uint2 four = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(values) + index);
+          bits.x = four.x, bits.y = four.y;
+        }
+      }
+    } else {
+      uint32_t* const word = &bits.x;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        if (c < exist) {
+          word[c] = f32 ? static_cast<const uint32_t*>(values)[index + c]
+                        : uint32_t{static_cast<const uint16_t*>(values)[index + c]} << 16;
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ void add_to(float (&y)[4], bool f32) const {
+    const bool packed = VECTOR && !f32;
+    y[0] += __uint_as_float(packed ? bits.x << 16 : bits.x);
+    y[1] += __uint_as_float(packed ? bits.x & 0xffff0000u : bits.y);
+    y[2] += __uint_as_float(packed ? bits.y << 16 : bits.z);
+    y[3] += __uint_as_float(packed ? bits.y & 0xffff0000u : bits.w);
+  }
+};
+template <bool VECTOR>
+__device__ __forceinline__ void store_four(void* values, int64_t index, bool f32, int exist, const float (&y)[4]) {
+  if constexpr (VECTOR) {
+    if (f32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(values) + index) = make_float4(y[0], y[1], y[2], y[3]);
+    } else {
+      const __nv_bfloat162 low = __floats2bfloat162_rn(y[0], y[1]);
+      const __nv_bfloat162 high = __floats2bfloat162_rn(y[2], y[3]);
+      *reinterpret_cast<uint2*>(static_cast<uint16_t*>(values) + index) =
+          make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+    }
+  } else {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      if (c < exist && f32) {
+        static_cast<float*>(values)[index + c] = y[c];
+      } else if (c < exist) {
+        static_cast<__nv_bfloat16*>(values)[index + c] = from_f32<__nv_bfloat16>(y[c]);
+      }
+    }
+  }
+}
+// Whether outputs and bias of a part come in whole, aligned groups of four.
+__device__ __forceinline__ bool in_fours(const Part& part) {
+  const auto aligned = [](const void* values, bool f32) {
+    return reinterpret_cast<uintptr_t>(values) % (f32 ? 16 : 8) == 0;
+  };
+  return part.n % 4 == 0 && part.out_stride % 4 == 0 && aligned(part.out, part.out_f32) &&
+         aligned(part.bias, part.bias_f32);
+}
+
+// Four outputs of an owned row.
+struct StreamPlace {
+  int index;   // of the owned rows
+  int column;  // of the block's outputs
+  int exist;   // outputs of the part from here on; 0: there is no such row
+  int64_t row;
+};
+
+// y += the row's delta, lora_B.bias included.
+__device__ __forceinline__ void add_delta(const Params& p, const LoraToken& token, const float* delta, int n, int exist,
+                                          float (&y)[4]) {
+  constexpr int kPerGranule = kGranuleBytes / sizeof(float);
+  const float* bias = nullptr;
+  if (token.bias >= 0) {
+    bias = reinterpret_cast<const float*>(p.table.granule(token.slot, token.bias + n / kPerGranule)) + n % kPerGranule;
+  }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    if (c < exist) {
+      y[c] += bias != nullptr ? fmaf(token.scale, bias[c], delta[c]) : delta[c];
+    }
+  }
+}
+
+// Sums over the cluster's blocks, in their order, what comes on top, and the outputs; TOGETHER at a time. By the
+// threads that multiply.
+template <int TOKENS, int WARPGROUPS, bool VECTOR, int TOGETHER>
+__device__ __forceinline__ void store_owned(const Params& p, const StreamWork& work, const StreamShared<TOKENS>& shared,
+                                            float* sums, const float* deltas) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const Part& part = work.part;
+  const bool lora = p.num_modules > 0;
+  bool waited = false;
+#pragma unroll 1
+  for (int base = 0; base < work.owned * Tile::OUTPUTS / 4 || !waited; base += TOGETHER * Tile::MULTIPLY_THREADS) {
+    StreamPlace at[TOGETHER];
+    StoredFour<VECTOR> before[TOGETHER];
+    StoredFour<VECTOR> bias[TOGETHER];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      const int e = base + i * Tile::MULTIPLY_THREADS + static_cast<int>(threadIdx.x);
+      at[i].index = e / (Tile::OUTPUTS / 4);
+      at[i].column = e % (Tile::OUTPUTS / 4) * 4;
+      const bool there = at[i].index < work.owned;
+      at[i].exist = there ? max(part.n - work.n0 - at[i].column, 0) : 0;
+      at[i].row = there ? (lora ? shared.row_at[work.first + at[i].index] : work.first + at[i].index) : 0;
+      if (part.bias != nullptr) {
+        bias[i].load(part.bias, work.n0 + at[i].column, part.bias_f32, at[i].exist);
+      }
+      if (p.accumulate) {
+        before[i].load(part.out, at[i].row * part.out_stride + work.n0 + at[i].column, part.out_f32, at[i].exist);
+      }
+    }
+    if (!waited) {
+      __syncwarp();
+      cluster_wait();  // the sums of all blocks are there
+      waited = true;
+    }
+    float4 values[TOGETHER][kStreamCluster];
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      float* const own = sums + at[i].row * Tile::SUMS_STRIDE + at[i].column;
+#pragma unroll
+      for (int block = 0; block < kStreamCluster; ++block) {
+        values[i][block] = float4{};
+        if (block < work.cluster && at[i].exist > 0) {
+          values[i][block] = *reinterpret_cast<const float4*>(in_block(own, block));
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TOGETHER; ++i) {
+      if (at[i].exist <= 0) {
+        continue;
+      }
+      float y[4] = {};
+#pragma unroll
+      for (int block = 0; block < kStreamCluster; ++block) {
+        y[0] += values[i][block].x, y[1] += values[i][block].y;
+        y[2] += values[i][block].z, y[3] += values[i][block].w;
+      }
+      const int n = work.n0 + at[i].column;
+      if (lora && shared.tokens[at[i].index].rank != 0) {
+        add_delta(p, shared.tokens[at[i].index], deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column, n,
+                  at[i].exist, y);
+      }
+      if (part.bias != nullptr) {
+        bias[i].add_to(y, part.bias_f32);
+      }
+      if (p.accumulate) {
+        before[i].add_to(y, part.out_f32);
+      }
+      store_four<VECTOR>(part.out, at[i].row * part.out_stride + n, part.out_f32, at[i].exist, y);
+    }
+  }
+}
+
+// Everything after the products, by the whole block; the sums take the place of the ring.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void finish_stream(const Params& p, const StreamWork& work,
+                                              const StreamShared<TOKENS>& shared, float* sums,
+                                              const float (&acc)[TOKENS / 2]) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
+  if (multiplies) {
+    leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (multiplies) {
+    wait_for_previous();
+    float* const deltas = sums + Tile::SUMS_BYTES / 4;
+    if (p.num_modules > 0) {
+      expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
+    }
+    if (in_fours(work.part)) {
+      store_owned<TOKENS, WARPGROUPS, true, TOKENS <= 8 ? 1 : 2>(p, work, shared, sums, deltas);
+    } else {
+      store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
+    }
+  } else {
+    cluster_wait();
+  }
+  __syncwarp();
+  cluster_arrive_relaxed();
+  cluster_wait();  // nobody reads this block's sums any more
+}
+
+// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
+// this kernel began, so that x was complete.
+template <int TOKENS, int WARPGROUPS>
+__global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
+    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages) {
+#ifdef MOELORA_SM90A
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ StreamShared<TOKENS> shared;
+  let_next_start();
+  const Params& p = params.base;
+  const int tile = static_cast<int>(blockIdx.x) / cluster;
+  const int rank = static_cast<int>(blockIdx.x) % cluster;
+  const int nth_part = part_of_tile(p, tile);
+  const Part& part = p.parts[nth_part];
+  const int blocks = (p.k + kBoxColumns - 1) / kBoxColumns;
+  const int first = rank * p.num_rows / cluster;
+  const StreamWork work{part,
+                        (tile - part.first_tile) * Tile::OUTPUTS,
+                        rank * blocks / cluster,
+                        (rank + 1) * blocks / cluster,
+                        first,
+                        (rank + 1) * p.num_rows / cluster - first,
+                        cluster};
+  const bool lora = p.num_modules > 0;
+  const uint32_t misaligned = shared_address(dynamic_shared) % kBoxAlignment;
+  std::byte* const ring =
+      reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kBoxAlignment - misaligned);
+  const StreamCopies<TOKENS, WARPGROUPS> copies{params.weights[nth_part], params.x, shared, work,
+                                                shared_address(ring),     stages};
+  const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
+  const bool asks = threadIdx.x == Tile::MULTIPLY_THREADS;
+  if (asks) {
+    prefetch_map(params.x);
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_init(&shared.full[stage], 2);
+      mbarrier_init(&shared.empty[stage], Tile::MULTIPLY_WARPS);
+    }
+    publish_barriers();
+    copies.begin();
+  }
+  __syncthreads();  // the barriers are there
+  float acc[TOKENS / 2] = {};
+  if (multiplies) {
+    const int n = work.n0 + static_cast<int>(threadIdx.x) * 32;  // a line of the bias, or half of one
+    if (part.bias != nullptr && static_cast<int>(threadIdx.x) * 32 < Tile::OUTPUTS && n < part.n) {
+      prefetch_l2(static_cast<const std::byte*>(part.bias) + int64_t{n} * (part.bias_f32 ? 4 : 2));
+    }
+    multiply_stream<TOKENS, WARPGROUPS>(shared, copies.ring, stages, work.end - work.begin, acc);
+  } else if (asks) {
+    if (!lora) {
+      wait_for_previous();
+    }
+    copies.rest();
+  } else if (threadIdx.x >= Tile::MULTIPLY_THREADS + 32 && lora) {
+    look_up_tokens<TOKENS, WARPGROUPS>(p, work, shared, static_cast<int>(threadIdx.x) - Tile::MULTIPLY_THREADS - 32);
+  }
+  __syncwarp();
+  __syncthreads();  // all stages are read, sums take their place; the tokens are known
+  finish_stream<TOKENS, WARPGROUPS>(p, work, shared, reinterpret_cast<float*>(ring), acc);
+#endif
+}
+
+// Clusters of each size that run at once, a block a multiprocessor.
+template <class Kernel>
+std::array<int, kStreamCluster + 1> clusters_at_once(Kernel kernel, unsigned threads, int shared) {
+  std::array<int, kStreamCluster + 1> result{};
+  for (int size = 1; size <= kStreamCluster; ++size) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned>(size);
+    attribute.val.clusterDim.y = 1;
+    attribute.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(size));
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared);
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      clusters = 0;
+    }
+    result[static_cast<size_t>(size)] = clusters;
+  }
+  return result;
+}
+
+// Blocks that split K, 0: none can. A block costs about as much as three of its 64-input blocks by beginning and by its
+// sums.
+inline int stream_cluster_size(int tiles, int blocks, const std::array<int, kStreamCluster + 1>& at_once) {
+  constexpr int kFixed = 3;
+  int best = 0;
+  int least = 0;
+  for (int size = 1; size <= std::min(kStreamCluster, blocks); ++size) {
+    const int clusters = at_once[static_cast<size_t>(size)];
+    if (clusters > 0) {
+      const int cost = (tiles + clusters - 1) / clusters * ((blocks + size - 1) / size + kFixed);
+      if (best == 0 || cost < least) {
+        best = size;
+        least = cost;
+      }
+    }
+  }
+  return best;
+}
+
+inline bool make_stream_maps(StreamParams& params, int tokens, int outputs) {
+  const Params& p = params.base;
+  bool made = make_tensor_map(params.x, p.x, p.num_rows, p.k, p.x_stride, tokens);
+  for (int i = 0; i < p.num_parts; ++i) {
+    made = made && make_tensor_map(params.weights[i], p.parts[i].weight, p.parts[i].n, p.k, p.k, outputs);
+  }
+  return made;
+}
+
+template <int TOKENS, int WARPGROUPS>
+bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const auto kernel = linear_stream<TOKENS, WARPGROUPS>;
+  static const bool usable = has_code(kernel);
+  if (!usable) {
+    return false;
+  }
+  constexpr int kAllShared = Tile::shared_bytes(Tile::MAX_STAGES);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAllShared),
+             "shared memory of linear");
+  static const auto at_once = clusters_at_once(kernel, Tile::THREADS, kAllShared);
+  StreamParams params{};
+  params.base = launch.params;
+  const int tiles = launch.params.num_tiles;
+  const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
+  const int size = stream_cluster_size(tiles, blocks, at_once);
+  if (size == 0 || !make_stream_maps(params, TOKENS, Tile::OUTPUTS)) {
+    return false;
+  }
+  // Beside the shrink, which is still running, there is less shared memory.
+  const int room = launch.params.num_modules == 0
+                       ? kAllShared
+                       : kSystemShared - Tile::STATIC_BYTES - dense_shrink_shared_bytes(launch.params.k);
+  const int most =
+      std::clamp((room - kBoxAlignment) / Tile::STAGE_BYTES, std::max(Tile::MIN_STAGES, 2), Tile::MAX_STAGES);
+  const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, most);
+  launch_dependent_clusters(kernel, static_cast<unsigned>(tiles * size), static_cast<unsigned>(size), Tile::THREADS,
+                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
+  check_launch("linear, streamed");
+  return true;
+}
+template <int WARPGROUPS>
+bool launch_stream_rows(const Launch& launch, const CudaStream& state) {
+  const int rows = launch.params.num_rows;
+  return rows <= 8    ? launch_stream_tile<8, WARPGROUPS>(launch, state)
+         : rows <= 32 ? launch_stream_tile<32, WARPGROUPS>(launch, state)
+                      : launch_stream_tile<64, WARPGROUPS>(launch, state);
+}
+// False where the code for sm_90a is not there: nothing was launched.
+inline bool launch_stream(const Launch& launch, const CudaStream& state) {
+  if (state.compute_capability != 90) {
+    return false;
+  }
+  const Launch narrow = launch.with_width(64);
+  if (narrow.params.num_tiles * kStreamCluster <= state.num_sms) {
+    return launch_stream_rows<1>(narrow, state);
+  }
+  return launch_stream_rows<2>(launch.with_width(128), state);
+}
+
+}  // namespace moelora::linear
