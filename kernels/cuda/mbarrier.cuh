@@ -12,9 +12,32 @@ namespace moelora {
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
+// After the inits, by who made them, before the block's barrier: bulk copies see them, too.
+__device__ __forceinline__ void fence_barriers() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+#endif
+}
+// Arrives, and announces `bytes` of bulk copies, which the phase waits for, too.
+__device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
+// Starts a copy of `bytes` from global to shared memory, both 16-byte aligned and a multiple of 16, that completes as
+// many announced bytes of the barrier.
+__device__ __forceinline__ void bulk_copy(void* shared, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(barrier))
+               : "memory");
 #endif
 }
 // Until the phase of this parity is complete. The phase before the first counts as complete, with parity 1.

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on: a stream of weights with a little arithmetic
-// beside it. One block an SM takes a contiguous share of all (active expert, row tile), of about equal cost. Up to 15
-// neighbouring row tiles of an expert are worked on at once, one a warp, over all of k, so that no sums have to meet;
-// up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all. Weights and tokens come
-// through a ring of stages of 4 blocks of 64 inputs in shared memory, which runs ahead across tiles and experts: a warp
-// copies its own weights, one more the tokens for all. Weights that the routing has named are on their way before the
-// kernel ahead has ended where that one wrote the tokens (moe_down). A token's bits do not depend on what else is in
-// the batch. Limited by reading the weights, and by expanding them: about 70 instructions a row tile and block.
-// Tried: the products by wgmma, weights in registers (64 rows, gpt-oss shape, 11 experts: 65 us, the same without any
-// copies); weights and tokens by bulk copies of 2 KiB and 512 bytes: a thread takes 160 to 200 cycles to start one (64
-// rows, 21 experts: 96 us).
+// beside it. One block an SM takes a contiguous share of all (active expert, row tile), of about
+// equal cost. Up to 16 neighbouring row tiles
+// of an expert are worked on at once, one a warp, over all of k, so that no sums have to meet; up to 32 of the expert's
+// tokens pass with them, so that a weight is expanded once for all. Weights and tokens come through one ring of stages
+// of 4 blocks of 64 inputs in shared memory, filled by four threads with bulk copies, which run ahead across tiles and
+// experts. Weights that the routing has named are on their way before the kernel ahead has ended where that one wrote
+// the tokens (moe_down). A token's bits do not depend on what else is in the batch.
+// Limited by reading the weights, and by expanding them: about 70 instructions a row tile and block of 64 inputs.
+// Tried: the products by wgmma, weights in registers (gpt-oss shape, 64 rows, 28 experts: 245 us, 130 by mma.sync): one
+// of 64 rows takes about 70 cycles whatever its tokens, and those of different warpgroups do not overlap. Tokens by
+// cp.async of 4 bytes into wgmma's order: 100 us for them alone.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +21,12 @@
 namespace moelora {
 namespace stream {
 
-constexpr int kTiles = 15;  // at once, one a warp; another warp brings the tokens
-constexpr int kThreads = 32 * (kTiles + 1);
+constexpr int kTiles = 16;  // at once, one a warp
+constexpr int kMultiplyThreads = 32 * kTiles;
+// Warps that fill, each by single lanes: two for the weights, two for the tokens.
+constexpr int kTokenWarps = 2;
+constexpr int kFillWarps = 2 + kTokenWarps;
+constexpr int kThreads = kMultiplyThreads + 32 * kFillWarps;
 
 constexpr int kStageBlocks = 4;  // as many share a group of scales
 constexpr int kMaxTokens = 32;
@@ -134,24 +139,56 @@ struct Walk {
   }
 };
 
-// --- The warp that brings tokens: a token's inputs of a stage are one copy of all lanes. Inputs past the end of k are
-// zeros.
+// --- The warps that fill.
 
-__device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared, std::byte* stages) {
+// Data (or scales) of the row tiles, by one thread: a copy takes it about 16 instructions, one after the other.
+template <bool DATA>
+__device__ __forceinline__ void fill_weights(const ExpertGemm& p, Shared& shared, std::byte* stages) {
   Place at;
+  const int scale_groups = (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
+  const int64_t stride = DATA ? int64_t{p.k_blocks} * kMxfp4TileBytes : int64_t{scale_groups} * kMxfp4ScaleGroupBytes;
+  constexpr int kBytes = DATA ? kTileStageBytes : kMxfp4ScaleGroupBytes;
+  for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
+    const auto* from = static_cast<const std::byte*>(DATA ? p.low[walk.expert] : p.scales[walk.expert]);
+    from += walk.tile * stride;
+    for (int s = 0; s < scale_groups; ++s) {
+      const auto bytes = static_cast<uint32_t>(DATA ? min(kStageBlocks, p.k_blocks - s * kStageBlocks) * kMxfp4TileBytes
+                                                    : kMxfp4ScaleGroupBytes);
+      std::byte* const to = stages + at.stage * kStageBytes + (DATA ? 0 : kScalesBegin);
+      uint64_t* const full = &shared.full[at.stage];
+      mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
+      mbarrier_arrive_expect(full, static_cast<uint32_t>(walk.count) * bytes);
+#pragma unroll 4
+      for (int i = 0; i < walk.count; ++i) {
+        bulk_copy(to + i * kBytes, from + i * stride, bytes, full);
+      }
+      from += kBytes;
+      at.advance();
+    }
+  }
+}
+
+// Every kTokenWarps-th token, by a lane each.
+__device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
+  Place at;
+  const int token = lane_index();
   for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
     const int tokens = walk.tokens();
-    const auto row = reinterpret_cast<uint64_t>(token_row(p, walk.pair + min(lane_index(), tokens - 1)));
-    for (int chunk = lane_index(); chunk - lane_index() < p.k / 8; chunk += kTokenBytes / 16) {
+    const bool own = token < tokens && token % kTokenWarps == warp;
+    const int copies = (tokens + kTokenWarps - 1 - warp) / kTokenWarps;
+    const auto* from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + min(token, tokens - 1)));
+    for (int left = p.k * 2; left > 0; left -= kTokenBytes) {
+      const auto bytes = static_cast<uint32_t>(min(left, kTokenBytes));
+      uint64_t* const full = &shared.full[at.stage];
       mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
-      std::byte* const to = stages + at.stage * kStageBytes + kTokensBegin + lane_index() * 16;
-      const bool inside = chunk < p.k / 8;
-#pragma unroll 4
-      for (int token = 0; token < tokens; ++token) {
-        const auto* from = reinterpret_cast<const uint4*>(__shfl_sync(0xffffffffu, row, token));
-        async_copy16(to + token * kTokenStride, from + (inside ? chunk : 0), inside);
+      if (lane_index() == 0) {
+        mbarrier_arrive_expect(full, static_cast<uint32_t>(copies) * bytes);
       }
-      async_arrive(&shared.full[at.stage]);
+      __syncwarp();
+      if (own) {
+        bulk_copy(stages + at.stage * kStageBytes + kTokensBegin + token * kTokenStride, from, bytes, full);
+      }
+      from += kTokenBytes;
       at.advance();
     }
   }
@@ -159,78 +196,12 @@ __device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared,
 
 // --- The warps that multiply.
 
-// The copying end of a warp's ring of weights. Every issue() closes one group of copies, so that groups count stages.
-struct WeightFill {
-  const ExpertGemm& p;
-  std::byte* to;         // of this lane, in stage 0
-  std::byte* scales_to;  // by lanes 0 to 7
-  Walk walk;
-  const std::byte* data = nullptr;
-  const std::byte* scales = nullptr;
-  int left = 0;  // blocks of the group
-  int stage = 0;
-
-  __device__ __forceinline__ WeightFill(const ExpertGemm& product, const Shared& shared, std::byte* stages)
-      : p(product),
-        to(stages + warp_index() * kTileStageBytes + lane_index() * 16),
-        scales_to(stages + kScalesBegin + warp_index() * kMxfp4ScaleGroupBytes + lane_index() * 16),
-        walk(product, shared) {
-    locate();
-    for (int i = 0; i + 1 < kStages; ++i) {
-      issue();
-    }
-  }
-  __device__ __forceinline__ void locate() {
-    left = p.k_blocks;
-    if (!walk.ended()) {
-      const int64_t tile = min(walk.tile + warp_index(), p.row_tiles - 1);
-      const int scale_groups = (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
-      data =
-          static_cast<const std::byte*>(p.low[walk.expert]) + tile * p.k_blocks * kMxfp4TileBytes + lane_index() * 16;
-      scales = reinterpret_cast<const std::byte*>(p.scales[walk.expert]) + tile * scale_groups * kMxfp4ScaleGroupBytes +
-               lane_index() * 16;
-    }
-  }
-  __device__ __forceinline__ void issue() {
-    if (!walk.ended()) {
-      if (warp_index() < walk.count) {
-#pragma unroll
-        for (int j = 0; j < kStageBlocks; ++j) {
-          if (j < left) {
-            async_copy16(to + stage * kStageBytes + j * kMxfp4TileBytes, data + j * kMxfp4TileBytes);
-          }
-        }
-        if (lane_index() < 8) {
-          async_copy16(scales_to + stage * kStageBytes, scales);
-        }
-        data += kTileStageBytes;
-        scales += kMxfp4ScaleGroupBytes;
-      }
-      left -= kStageBlocks;
-      if (left <= 0) {
-        walk.advance(p);
-        locate();
-      }
-    }
-    async_commit();
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-  }
-};
-
 struct Multiplier {
   const ExpertGemm& p;
   Shared& shared;
   const std::byte* stages;
-  WeightFill weights;
   Place at;
 
-  // The oldest stage, of weights and tokens. The copies of one more begin, to where the one before it was.
-  __device__ __forceinline__ void enter() {
-    async_wait<kStages - 2>();
-    __syncwarp();  // the other lanes' copies of scales, and all lanes have left the stage before
-    weights.issue();
-    mbarrier_wait(&shared.full[at.stage], at.parity);
-  }
   __device__ __forceinline__ void leave() {
     __syncwarp();
     if (lane_index() == 0) {
@@ -239,10 +210,10 @@ struct Multiplier {
     at.advance();
   }
 
-  // acc += one block: this lane's words and scales, and its first chunk of the tokens' inputs.
+  // acc += one block: this lane's words and scales, and its chunks of the tokens' inputs, `second` bytes apart.
   template <int NT>
   __device__ __forceinline__ void multiply_block(float (&acc)[NT][4], const uint4& words, uint32_t scale,
-                                                 const std::byte* tokens) const {
+                                                 const std::byte* tokens, int first, int second) const {
     const TilesSource<true>::Block block{words, scale};
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -251,7 +222,7 @@ struct Multiplier {
       TilesSource<true>::chunk(block, c, low, high);
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
-        const uint4 x = *reinterpret_cast<const uint4*>(tokens + 8 * j * kTokenStride + 64 * c);
+        const uint4 x = *reinterpret_cast<const uint4*>(tokens + 8 * j * kTokenStride + (c == 0 ? first : second));
         mma_chunk(acc[j], low, high, x);
       }
     }
@@ -260,12 +231,15 @@ struct Multiplier {
   // acc += all of k.
   template <int NT>
   __device__ __forceinline__ void multiply(float (&acc)[NT][4]) {
+    const int t = lane_index() % 4;
     const std::byte* const data = stages + warp_index() * kTileStageBytes + lane_index() * 16;
     const std::byte* const scales =
         stages + kScalesBegin + warp_index() * kMxfp4ScaleGroupBytes + lane_index() / 4 * 16;
-    const std::byte* const tokens = stages + kTokensBegin + lane_index() / 4 * kTokenStride + lane_index() % 4 * 16;
+    const std::byte* const tokens = stages + kTokensBegin + lane_index() / 4 * kTokenStride;
+    // Chunks past the end of k, whose weights are zeros, repeat the last one: what lies there may be no number.
+    const int last_chunk = (p.k - 1) / 8 % 8;
     for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      enter();
+      mbarrier_wait(&shared.full[at.stage], at.parity);
       const int stage = at.stage * kStageBytes;
       const uint4 scale = *reinterpret_cast<const uint4*>(scales + stage);
 #pragma unroll
@@ -274,8 +248,13 @@ struct Multiplier {
           break;
         }
         const uint4 words = *reinterpret_cast<const uint4*>(data + stage + j * kMxfp4TileBytes);
-        const uint32_t exponents = j == 0 ? scale.x : j == 1 ? scale.y : j == 2 ? scale.z : scale.w;
-        multiply_block<NT>(acc, words, exponents, tokens + stage + j * 128);
+        const int end = j + 1 == left ? last_chunk : 7;
+        multiply_block<NT>(acc, words,
+                           j == 0   ? scale.x
+                           : j == 1 ? scale.y
+                           : j == 2 ? scale.z
+                                    : scale.w,
+                           tokens + stage + j * 128, 16 * min(t, end), 16 * min(4 + t, end));
       }
       leave();
     }
@@ -283,7 +262,7 @@ struct Multiplier {
   // What a warp without a row tile does in the meantime.
   __device__ __forceinline__ void skip() {
     for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      enter();
+      mbarrier_wait(&shared.full[at.stage], at.parity);
       leave();
     }
   }
@@ -337,9 +316,10 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
   const bool tokens_are_late = !LORA && p.order_is_early;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], 32);
+      mbarrier_init(&shared.full[i], kFillWarps);
       mbarrier_init(&shared.empty[i], kTiles);
     }
+    fence_barriers();
   }
   if (!LORA && !tokens_are_late) {
     wait_for_previous();
@@ -351,16 +331,21 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
     find_share(p, shared);
   }
   __syncthreads();
-  if (warp_index() < kTiles) {
-    Multiplier{p, shared, stages, WeightFill(p, shared, stages), {}}.template run_all<GATE_UP, LORA>();
-    async_wait<0>();
-  } else {
+  const int fill_warp = warp_index() - kTiles;
+  if (fill_warp < 0) {
+    Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, LORA>();
+  } else if (fill_warp < kTokenWarps) {
     if (tokens_are_late) {
       wait_for_previous();
       let_next_start();
     }
-    fill_tokens(p, shared, stages);
-    async_wait<0>();
+    fill_tokens(p, shared, stages, fill_warp);
+  } else if (lane_index() == 0) {
+    if (fill_warp == kTokenWarps) {
+      fill_weights<true>(p, shared, stages);
+    } else {
+      fill_weights<false>(p, shared, stages);
+    }
   }
   wait_for_previous();  // in every block: its end must mean that all before it has ended
 #endif
