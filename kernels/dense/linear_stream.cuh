@@ -25,7 +25,6 @@
 #include "kernels/cuda/tensor_copy.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/dense/linear_params.cuh"
-#include "kernels/lora/lora_shrink_cuda.h"
 
 namespace moelora::linear {
 
@@ -33,7 +32,6 @@ constexpr int kStreamRows = 64;  // at most
 constexpr int kStreamCluster = 8;
 constexpr int kStreamStages = 16;           // at most
 constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
-constexpr int kSystemShared = 228 * 1024;   // of a multiprocessor, for all blocks, each of which takes 1 KiB more
 constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
 constexpr int kBoxAlignment = 1024;
 constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
@@ -63,7 +61,6 @@ struct StreamTile {
   // Of sums, [token][output]: the lanes of a quad, two tokens apart each, store into different banks.
   static constexpr int SUMS_STRIDE = OUTPUTS + 4;
   static constexpr int SUMS_BYTES = TOKENS * SUMS_STRIDE * 4;
-  static constexpr int STATIC_BYTES = static_cast<int>(sizeof(StreamShared<TOKENS>)) + 1024;
   static constexpr int MAX_STAGES = std::min(
       kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
   static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas
@@ -502,7 +499,7 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
       expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
     }
     if (in_fours(work.part)) {
-      store_owned<TOKENS, WARPGROUPS, true, TOKENS <= 8 ? 1 : 2>(p, work, shared, sums, deltas);
+      store_owned<TOKENS, WARPGROUPS, true, TOKENS <= 8 ? 1 : 3>(p, work, shared, sums, deltas);
     } else {
       store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
     }
@@ -652,13 +649,7 @@ bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
   if (size == 0 || !make_stream_maps(params, TOKENS, Tile::OUTPUTS)) {
     return false;
   }
-  // Beside the shrink, which is still running, there is less shared memory.
-  const int room = launch.params.num_modules == 0
-                       ? kAllShared
-                       : kSystemShared - Tile::STATIC_BYTES - dense_shrink_shared_bytes(launch.params.k);
-  const int most =
-      std::clamp((room - kBoxAlignment) / Tile::STAGE_BYTES, std::max(Tile::MIN_STAGES, 2), Tile::MAX_STAGES);
-  const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, most);
+  const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, Tile::MAX_STAGES);
   launch_dependent_clusters(kernel, static_cast<unsigned>(tiles * size), static_cast<unsigned>(size), Tile::THREADS,
                             static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
   check_launch("linear, streamed");

@@ -57,12 +57,6 @@ Params common_params(const Args& args) {
 
 }  // namespace
 
-int dense_shrink_shared_bytes(int k) {
-  constexpr int kOfTheSystem = 1024;
-  constexpr int kStatic = shrink_rows::kWarps<false> * shrink_rows::kTokens * 8 * static_cast<int>(sizeof(float));
-  return shrink_rows::held_bytes<false>(k) + kStatic + kOfTheSystem;
-}
-
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   if (args.num_rows == 0 || args.num_modules == 0) {
     return;
@@ -72,7 +66,6 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
     p.segment_begin = args.lora->segment_begin;
     p.segment_slot = args.lora->segment_slot;
     p.num_segments = args.lora->counts + 1;
-    p.max_rank = args.lora->counts + 2;
     p.max_segments = args.num_rows;
     p.rows = args.lora->sorted_rows;
     shrink_rows::launch<false>(p, cuda_state(stream));

@@ -26,8 +26,6 @@ struct DenseShrinkArgs {
   float* out = nullptr;
   int32_t rank_stride = 0;  // floats, multiple of 8, >= any rank
 };
-// Shared memory that the shrink of up to 64 rows takes of each multiprocessor.
-int dense_shrink_shared_bytes(int k);
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
 
 // Sorted pairs against the expert records of a layer. out [P, num_modules, rank_stride].

@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // lora_shrink for few rows or pairs: a block takes one panel of 8 ranks of one module for the rows of one adapter (and
-// expert), so that A is read once however many these are. Its warps split K into contiguous ranges of 64-input blocks;
-// a warp asks for all of its range at once, holds it in shared memory for 16 rows after 16, and the warps' sums are
-// added in warp order. For dense linears everything but x is there since the step began, so A is on its way before this
-// kernel waits for x; there is one block of few warps a multiprocessor, so that those of the linear itself, which are
-// launched right after, find room beside it. Limited by latency: segment, record, A for the experts, x alone for dense
-// linears. Included by lora_shrink_cuda.cu.
+// expert), so that A is read once however many these are. Its 7 warps split K into contiguous ranges of 64-input
+// blocks; a warp asks for all of its range at once, holds it in shared memory for 16 rows after 16, and the warps' sums
+// are added in warp order. For dense linears everything but x is there since the step began, so A is on its way before
+// this kernel waits for x. Limited by latency: segment, record, A for the experts, x alone for dense linears.
+// Included by lora_shrink_cuda.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,28 +19,12 @@
 
 namespace moelora::shrink_rows {
 
-// Experts: two blocks of 128 registers a thread share an SM. Dense: a warp for each quarter of the SM, in which three
-// of the linear's, of 120 registers a thread, find room beside it.
-template <bool EXPERTS>
-constexpr int kWarps = EXPERTS ? 7 : 4;
-template <bool EXPERTS>
-constexpr int kThreads = 32 * kWarps<EXPERTS>;
-template <bool EXPERTS>
-constexpr int kBlocksPerSm = EXPERTS ? 2 : 4;
+constexpr int kWarps = 7;  // and one more, so that two blocks of 128 registers a thread share an SM
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksPerSm = 2;
 constexpr int kGroups = 2;  // of 8 rows at once
 constexpr int kTokens = 8 * kGroups;
-// Blocks of 64 inputs whose A a warp holds.
-template <bool EXPERTS>
-constexpr int kHeldMax = EXPERTS ? 10 : 16;
-template <bool EXPERTS>
-constexpr int held_blocks(int k) {
-  const int blocks = (k + kTileColumns - 1) / kTileColumns;
-  return std::min((blocks + kWarps<EXPERTS> - 1) / kWarps<EXPERTS>, kHeldMax<EXPERTS>);
-}
-template <bool EXPERTS>
-constexpr int held_bytes(int k) {
-  return kWarps<EXPERTS> * held_blocks<EXPERTS>(k) * static_cast<int>(kGranuleBytes);
-}
+constexpr int kHeldMax = 10;  // blocks of 64 inputs whose A a warp holds
 
 struct Params {
   AdapterTable table;
@@ -55,7 +38,6 @@ struct Params {
   const int32_t* segment_slot;
   const int32_t* segment_expert;  // experts only
   const int32_t* num_segments;
-  const int32_t* max_rank;  // dense only
   int max_segments;
   const int32_t* rows;  // row of the batch at each position of the segments
   const float* row_scale;
@@ -65,11 +47,16 @@ struct Params {
   int held;  // blocks whose A a warp holds
 };
 
+__device__ __forceinline__ int panel_index() {
+  return static_cast<int>(blockIdx.x);
+}
+__device__ __forceinline__ int module_index() {  // of the batch's modules
+  return static_cast<int>(blockIdx.y);
+}
+
 // One panel of one adapter, and the rows that use it.
 struct Work {
-  int panel;
-  int module;  // of the batch's modules
-  int begin;   // positions
+  int begin;  // positions
   int end;
   int slot;
   int rank;  // 0: nothing to do
@@ -91,13 +78,10 @@ __device__ __forceinline__ int load_now(const int32_t* from) {
   return value;
 }
 
-// A panel of segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
+// Segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
 template <bool EXPERTS>
-__device__ __forceinline__ Work find_work(const Params& p, int segment, int module, int panel, bool& ended,
-                                          int4& pages) {
+__device__ __forceinline__ Work find_work(const Params& p, int segment, bool& ended, int4& pages) {
   Work work;
-  work.panel = panel;
-  work.module = module;
   const int num_segments = load_now(p.num_segments);
   work.begin = load_now(p.segment_begin + segment);
   work.end = load_now(p.segment_begin + segment + 1);
@@ -107,9 +91,10 @@ __device__ __forceinline__ Work find_work(const Params& p, int segment, int modu
   ended = segment >= num_segments;
   if (!ended && work.slot != 0) {
     if constexpr (EXPERTS) {
-      work.record = p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module]));
+      work.record =
+          p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module_index()]));
     } else {
-      work.record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module]));
+      work.record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module_index()]));
     }
     const int4 head = __ldcg(reinterpret_cast<const int4*>(work.record));  // rank, scale, a, b
     pages = __ldcg(reinterpret_cast<const int4*>(work.record->a_pages));
@@ -139,7 +124,7 @@ __device__ __forceinline__ void load_panel(const Params& p, const Work& work, co
   unsigned long long granule = 0;  // lane i finds the i-th
   if (lane < count) {
     granule = reinterpret_cast<unsigned long long>(
-        paged_granule(p.table, work.slot, work.a, pages, work.panel * blocks + base + lane));
+        paged_granule(p.table, work.slot, work.a, pages, panel_index() * blocks + base + lane));
   }
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
@@ -152,11 +137,10 @@ __device__ __forceinline__ void load_panel(const Params& p, const Work& work, co
   async_commit();
 }
 
-// acc += A x over the blocks [base, end) that `stage` holds, kTogether of whose x are in flight at once. x[j]: the row
-// of token 8 j + lane / 4, null = none.
+// acc += A x over the blocks [base, end) that `stage` holds. x[j]: the row of token 8 j + lane / 4, null = none.
 __device__ __forceinline__ void multiply(const Params& p, const std::byte* stage, int base, int end,
                                          const __nv_bfloat16* const (&x)[kGroups], float (&acc)[kGroups][4]) {
-  constexpr int kTogether = 3;
+  constexpr int kTogether = 3;  // blocks whose x is in flight at once
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int first = base; first < end; first += kTogether) {
@@ -196,7 +180,7 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  const int end = (warp + 1) * blocks / kWarps<EXPERTS>;
+  const int end = (warp + 1) * blocks / kWarps;
   const __nv_bfloat16* x[kGroups];
 #pragma unroll
   for (int j = 0; j < kGroups; ++j) {
@@ -206,7 +190,7 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
   }
   float acc[kGroups][4] = {};
 #pragma unroll 1
-  for (int base = warp * blocks / kWarps<EXPERTS>; base < end; base += p.held) {
+  for (int base = warp * blocks / kWarps; base < end; base += p.held) {
     if (base != held) {
       load_panel(p, work, __ldcg(reinterpret_cast<const int4*>(work.record->a_pages)), base, end, stage);
       held = base;
@@ -218,102 +202,83 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
     partial[warp * kElements + j * 64 + lane] = acc[j][0];
     partial[warp * kElements + j * 64 + 32 + lane] = acc[j][1];
   }
-  __syncthreads();                                                    // all warps' sums are there
-  for (int e = threadIdx.x; e < kElements; e += kThreads<EXPERTS>) {  // by whole warps
+  __syncthreads();                                           // all warps' sums are there
+  for (int e = threadIdx.x; e < kElements; e += kThreads) {  // by whole warps
     float sum = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps<EXPERTS>; ++w) {
+    for (int w = 0; w < kWarps; ++w) {
       sum += partial[w * kElements + e];
     }
     const int token = e / 64 * 8 + 2 * (lane % 4) + e / 32 % 2;
-    const int rank = work.panel * kTileRanks + lane / 4;
+    const int rank = panel_index() * kTileRanks + lane / 4;
     const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
     const float scale = __shfl_sync(0xffffffffu, tokens.scale, token) * work.scale;
     if (token < tokens.count) {
       const int64_t at = EXPERTS ? int64_t{first} + token : row;
-      p.out[(at * p.num_modules + work.module) * p.rank_stride + rank] =
+      p.out[(at * p.num_modules + module_index()) * p.rank_stride + rank] =
           rank < work.rank && scale != 0.0f ? sum * scale : 0.0f;
     }
   }
   __syncthreads();  // read before the next sums are written
 }
 
-// All that a warp has to do for one panel. Called by all warps that multiply.
+// Grid: panels, modules, segments in turn. Dense: an eighth warp lets the next kernel start as soon as x is
+// there, whatever the others are looking up.
 template <bool EXPERTS>
-__device__ __forceinline__ void shrink_panel(const Params& p, const Work& work, const int4& pages, std::byte* stage,
-                                             float* partial) {
-  const int warp = threadIdx.x / 32;
-  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-  int held = warp * blocks / kWarps<EXPERTS>;
-  Tokens tokens = find_tokens(p, work, work.begin);
-  load_panel(p, work, pages, held, (warp + 1) * blocks / kWarps<EXPERTS>, stage);
-  if (!EXPERTS) {
-    wait_for_previous();  // x is there
-  }
-#pragma unroll 1
-  for (int first = work.begin; first < work.end; first += kTokens) {
-    if (first != work.begin) {
-      tokens = find_tokens(p, work, first);
-    }
-    shrink_tokens<EXPERTS>(p, work, tokens, first, stage, held, partial);
-  }
-}
-
-// Grid of experts: panels, modules, segments in turn. Dense: a panel of a module of a segment in turn; the last warp
-// lets the next kernel start as soon as x is there, whatever the others are looking up, and only then looks up itself.
-template <bool EXPERTS>
-__global__ void __launch_bounds__(kThreads<EXPERTS>, kBlocksPerSm<EXPERTS>)
-    lora_shrink_rows(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
   extern __shared__ uint4 dynamic_shared[];
-  __shared__ float partial[kWarps<EXPERTS> * kTokens * 8];
+  __shared__ float partial[kWarps * kTokens * 8];
   const int warp = threadIdx.x / 32;
-  if (EXPERTS || warp == kWarps<EXPERTS> - 1) {  // the experts' segments are of an earlier kernel of the step
+  if (EXPERTS || warp == kWarps) {  // the experts' segments are of an earlier kernel of the step
     wait_for_previous();
     let_next_start();
   }
-  std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + warp * p.held * kGranuleBytes;
-  int panels = 1;  // dense: of a module
-  if (!EXPERTS) {
-    panels = max((load_now(p.max_rank) + kTileRanks - 1) / kTileRanks, 1);
+  if (warp == kWarps) {
+    return;
   }
-  int item = static_cast<int>(EXPERTS ? blockIdx.z : blockIdx.x);
-  const int items = EXPERTS ? p.max_segments : p.max_segments * p.num_modules * panels;
+  std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + warp * p.held * kGranuleBytes;
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
 #pragma unroll 1
-  for (; item < items; item += static_cast<int>(EXPERTS ? gridDim.z : gridDim.x)) {
-    const int segment = EXPERTS ? item : item / panels / p.num_modules;
-    const int module = EXPERTS ? static_cast<int>(blockIdx.y) : item / panels % p.num_modules;
-    const int panel = EXPERTS ? static_cast<int>(blockIdx.x) : item % panels;
+  for (int segment = static_cast<int>(blockIdx.z); segment < p.max_segments; segment += static_cast<int>(gridDim.z)) {
     bool ended;
     int4 pages{};
-    const Work work = find_work<EXPERTS>(p, segment, module, panel, ended, pages);
+    const Work work = find_work<EXPERTS>(p, segment, ended, pages);
     if (ended) {
       break;
     }
-    if (panel * kTileRanks < work.rank) {
-      shrink_panel<EXPERTS>(p, work, pages, stage, partial);
+    if (panel_index() * kTileRanks >= work.rank) {
+      continue;
+    }
+    int held = warp * blocks / kWarps;
+    Tokens tokens = find_tokens(p, work, work.begin);
+    load_panel(p, work, pages, held, (warp + 1) * blocks / kWarps, stage);
+    if (!EXPERTS) {
+      wait_for_previous();  // x is there
+    }
+#pragma unroll 1
+    for (int first = work.begin; first < work.end; first += kTokens) {
+      if (first != work.begin) {
+        tokens = find_tokens(p, work, first);
+      }
+      shrink_tokens<EXPERTS>(p, work, tokens, first, stage, held, partial);
     }
   }
 }
 
 template <bool EXPERTS>
 void launch(Params& p, const CudaStream& state) {
-  p.held = held_blocks<EXPERTS>(p.k);
-  const int shared = held_bytes<EXPERTS>(p.k);
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  p.held = std::min((blocks + kWarps - 1) / kWarps, kHeldMax);
+  const int shared = kWarps * p.held * static_cast<int>(kGranuleBytes);
   check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              "shared memory of lora_shrink");
-  if (!EXPERTS) {  // a multiprocessor has to run empty before it divides its memory another way, as the linear needs it
-    check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributePreferredSharedMemoryCarveout, 100),
-               "shared memory of lora_shrink");
-  }
   const int panels = std::max(p.rank_stride / kTileRanks, 1);
-  dim3 grid;
-  if (EXPERTS) {
-    const int segments = std::clamp(8 * state.num_sms / (panels * p.num_modules), 1, p.max_segments);
-    grid = dim3(static_cast<unsigned>(panels), static_cast<unsigned>(p.num_modules), static_cast<unsigned>(segments));
-  } else {
-    grid = dim3(static_cast<unsigned>(std::min(panels * p.num_modules * p.max_segments, state.num_sms)));
-  }
-  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads<EXPERTS>, static_cast<size_t>(shared), state, p);
+  // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
+  const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
+  const int segments = std::clamp(blocks_max / (panels * p.num_modules), 1, p.max_segments);
+  const dim3 grid(static_cast<unsigned>(panels), static_cast<unsigned>(p.num_modules), static_cast<unsigned>(segments));
+  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared), state,
+                   p);
   check_launch("lora_shrink");
 }
 
