@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
-// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_cluster.cuh where the GPU can,
+// Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
 // otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
 // More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
 // and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
@@ -12,12 +12,10 @@
 #include <cuda_bf16.h>
 
 #include <cstdint>
-#include <cstdlib>
 
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
-#include "kernels/dense/linear_cluster.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
 #include "kernels/dense/linear_skinny.cuh"
@@ -161,14 +159,10 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
 // Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
 void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
   const int rows = launch.params.num_rows;
-  static const int stream_from = std::getenv("STREAM_FROM") != nullptr ? std::atoi(std::getenv("STREAM_FROM")) : 1;
-  if (!large && rows >= stream_from && rows <= linear::kStreamRows && linear::launch_stream(launch, state)) {
-    return;
-  }
   if (wide) {
     linear::launch_skinny<2>(launch, state);
-  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kClusterRows ||
-             !linear::launch_cluster(launch, state)) {
+  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kStreamRows ||
+             !linear::launch_stream(launch, state)) {
     linear::launch_skinny<1>(launch, state);
   }
 }

@@ -214,6 +214,28 @@ __device__ __forceinline__ void finish_role(const PartialSums<RT, WARPS>& partia
   finish_tile<GATE_UP>(sum, p, bias, work.tile + role.i, work.pair + 8 * role.j, work.end);
 }
 
+// This warp's ring, its first stages on their way.
+template <class Source, int RT, int STAGES, int WARPS>
+__device__ __forceinline__ WeightRing<Source, RT, STAGES> begin_ring(const ExpertGemm& p, const ExpertWalk<RT>& walk,
+                                                                     const ExpertWork& work, std::byte* memory) {
+  WeightRing<Source, RT, STAGES> ring;
+  ring.memory = memory;
+  ring.write = ring.memory;
+  ring.read = ring.memory;
+  ring.begin = p.k_blocks * warp_index() / WARPS;
+  ring.end = p.k_blocks * (warp_index() + 1) / WARPS;
+  ring.b = ring.begin;
+  ring.work = work;
+  if (ring.begin < ring.end) {
+    ring.locate(p, walk);
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; ++s) {
+      ring.issue(p, walk);
+    }
+  }
+  return ring;
+}
+
 template <bool GATE_UP, class Source, int RT, int STAGES, int WARPS, bool LORA>
 __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
@@ -231,21 +253,8 @@ __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
   const ExpertWalk<RT> walk(p);
   ExpertWork work{};
   walk.seek(p, work, static_cast<int>(blockIdx.x));
-  Ring ring;
-  ring.memory = reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes;
-  ring.write = ring.memory;
-  ring.read = ring.memory;
-  ring.begin = p.k_blocks * warp_index() / WARPS;
-  ring.end = p.k_blocks * (warp_index() + 1) / WARPS;
-  ring.b = ring.begin;
-  ring.work = work;
-  if (ring.begin < ring.end) {
-    ring.locate(p, walk);
-#pragma unroll 1
-    for (int s = 0; s < STAGES - 1; ++s) {
-      ring.issue(p, walk);
-    }
-  }
+  Ring ring = begin_ring<Source, RT, STAGES, WARPS>(
+      p, walk, work, reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes);
   if (tokens_are_late) {
     wait_for_previous();
     let_next_start();

@@ -14,12 +14,11 @@ namespace moelora {
 enum class ExpertPath : uint8_t {
   kAuto = 0,
   kFewTokens = 1,      // streams weights: tiles from sm_90 on in bulk (kernels/moe/expert_stream.cuh), else as by 4
-  kManyTokens = 2,     // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_tiles_sm90.cuh), else the next
+  kManyTokens = 2,     // grouped GEMM: on sm_90 by wgmma (kernels/moe/expert_prefill_sm90.cuh), else the next
   kManyTokensMma = 3,  // grouped GEMM by mma.sync (kernels/moe/expert_prefill.cuh)
   // Streams weights past mma.sync (kernels/moe/expert_decode.cuh); shrink and expand as launches of their own, as on
   // GPUs without clusters.
   kFewTokensApart = 4,
-  kManyTokensRegisters = 5,  // wgmma with the weights in registers (kernels/moe/expert_prefill_sm90.cuh), else by 3
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

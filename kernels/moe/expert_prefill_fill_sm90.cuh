@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The side of kernels/moe/expert_prefill_tiles_sm90.cuh that fills the ring: warps that bring weights, a warp that
+// The side of kernels/moe/expert_prefill_sm90.cuh that fills the ring: warps that bring weights, a warp that
 // gathers tokens, and a warp that runs an item ahead of all others; and what they share with the warps that multiply.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of an item of kernels/moe/expert_prefill_tiles_sm90.cuh where it is the usual one, bf16 outputs in pairs: few
+// The end of an item of kernels/moe/expert_prefill_sm90.cuh where it is the usual one, bf16 outputs in pairs: few
 // instructions, since the tensor cores of the block wait for it. All that is the same for a row tile is decided before
 // its tokens are gone through, and a quotient is a product with the reciprocal.
 #pragma once

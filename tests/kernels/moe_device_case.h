@@ -21,7 +21,7 @@
 namespace moelora::test {
 
 constexpr ExpertPath kPaths[] = {ExpertPath::kFewTokens, ExpertPath::kManyTokens, ExpertPath::kManyTokensMma,
-                                 ExpertPath::kFewTokensApart, ExpertPath::kManyTokensRegisters};
+                                 ExpertPath::kFewTokensApart};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
