@@ -46,6 +46,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
     result.decode_ms = now - first;
   } else {
     result.queue_ms = now - submission.submitted_ms;
+    result.adapter_wait_ms = sequence.adapter_wanted_ms > 0 ? now - sequence.adapter_wanted_ms : 0;
   }
   Session* session = sequence.request().session.get();
   if (session != nullptr) {
@@ -75,8 +76,9 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   if (reason == FinishReason::kError || reason == FinishReason::kDeadline) {
     ++counters.requests_failed;
   }
-  if (sequence.request().adapter != nullptr) {
-    --sequence.request().adapter->in_flight;
+  if (Adapter* adapter = sequence.request().adapter.get(); adapter != nullptr) {
+    --adapter->in_flight;
+    collect_adapters = collect_adapters || adapter->unloaded.load();  // perhaps its last user
   }
   scheduler->finish(sequence);  // `sequence` may be gone after this
   if (session != nullptr) {
@@ -135,35 +137,70 @@ void Engine::Parts::check_alive() const {
   }
 }
 
-// Prefetched adapters are acquired like those of a request and released at once: resident, idle, most recently used.
+// Adapters that have arrived are resident from here on. One that did not ends the requests that wait for it.
+void Engine::Parts::poll_uploads(double now) {
+  adapters->poll(failed_uploads_);
+  for (const FailedUpload& failed : failed_uploads_) {
+    if (failed.status == Status::kDeviceLost) {
+      throw Error(failed.status, failed.message);
+    }
+    const auto& waiting = scheduler->waiting();
+    for (size_t i = 0; i < waiting.size();) {
+      Sequence& sequence = *waiting[i];
+      const Adapter* adapter = sequence.request().adapter.get();
+      if (adapter == nullptr || adapter->image != failed.image) {
+        ++i;
+        continue;
+      }
+      end_sequence(sequence, FinishReason::kError, failed.status, "adapter '" + adapter->name + "': " + failed.message,
+                   now);
+    }
+    for (Prefetch& prefetch : prefetches) {
+      if (prefetch.adapter->image == failed.image) {
+        prefetch.answered = true;
+        prefetch.status = failed.status;
+      }
+    }
+  }
+  failed_uploads_.clear();
+}
+
+// After schedule: adapters of waiting requests come first. A prefetched one is used once: idle, most recently used.
 void Engine::Parts::admit_prefetches() {
   for (Prefetch& prefetch : prefetches) {
-    int32_t slot = adapters->try_acquire(*prefetch.adapter);
-    while (slot == 0 && scheduler->reclaim_idle()) {
-      slot = adapters->try_acquire(*prefetch.adapter);
-    }
-    if (slot == 0) {
-      prefetch.impossible = !adapters->can_place(*prefetch.adapter);
+    Adapter& adapter = *prefetch.adapter;
+    if (prefetch.answered) {
       continue;
     }
-    adapters->release(slot);
-    prefetch.resident = true;
+    if (adapter.unloaded.load()) {
+      prefetch.answered = true;
+      prefetch.status = Status::kNotFound;
+      continue;
+    }
+    Residency residency = Residency::kShort;
+    if (adapters->is_placed(adapter) || !scheduler->is_short()) {
+      residency = adapters->place(adapter);
+      while (residency == Residency::kShort && scheduler->reclaim_idle()) {
+        residency = adapters->place(adapter);
+      }
+    }
+    if (residency == Residency::kResident) {
+      adapters->release(adapters->acquire(adapter));
+      prefetch.answered = true;
+    } else if (residency == Residency::kShort && !adapters->can_place(adapter)) {
+      prefetch.answered = true;
+      prefetch.status = Status::kDeviceNomem;
+    }
   }
 }
 
 void Engine::Parts::finish_prefetches() {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (prefetches.empty()) {
-    return;
-  }
-  adapters->upload(*kernels, *stream);  // a step without rows has not done it
   std::erase_if(prefetches, [](const Prefetch& prefetch) {
-    const bool answered = prefetch.resident || prefetch.impossible;
-    if (answered && prefetch.queue != nullptr) {
-      const Status status = prefetch.resident ? Status::kOk : Status::kDeviceNomem;
-      prefetch.queue->push({EventKind::kAdapterReady, status, prefetch.handle, prefetch.tag});
+    if (prefetch.answered && prefetch.queue != nullptr) {
+      prefetch.queue->push({EventKind::kAdapterReady, prefetch.status, prefetch.handle, prefetch.tag});
     }
-    return answered;
+    return prefetch.answered;
   });
 }
 

@@ -24,11 +24,11 @@ double now_ms();  // monotonic
 
 struct Prefetch {
   std::shared_ptr<Adapter> adapter;
-  std::shared_ptr<CompletionQueue> queue;
+  std::shared_ptr<CompletionQueue> queue;  // null: nobody is told
   uint64_t handle = 0;
   uint64_t tag = 0;
-  bool resident = false;
-  bool impossible = false;  // every slot is pinned
+  bool answered = false;
+  Status status = Status::kOk;
 };
 
 // A token or an end that commit or admit decided and emit hands out, without the lock. On a device that works beside
@@ -102,6 +102,7 @@ class Engine::Parts {
 
   void admit_inbox();
   void end_by_host(double now);
+  void poll_uploads(double now);
   void admit_prefetches();
   void finish_prefetches();
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
@@ -120,8 +121,9 @@ class Engine::Parts {
 
   Batch batch_;
   std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
-  std::vector<float> captured_;                 // one row of logits on its way to a reader
-  uint32_t totals_before_[2] = {0, 0};          // of MoeOrder::totals, at the last step
+  std::vector<FailedUpload> failed_uploads_;
+  std::vector<float> captured_;         // one row of logits on its way to a reader
+  uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step
   std::vector<SampleOutput> outputs_;
   std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
   size_t num_emissions_ = 0;

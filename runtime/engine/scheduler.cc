@@ -97,17 +97,21 @@ void Scheduler::schedule_running(Batch& batch, bool decode) {
   }
 }
 
-bool Scheduler::try_start(Sequence& sequence) {
+Residency Scheduler::try_start(Sequence& sequence) {
   Adapter* adapter = sequence.request().adapter.get();
   if (adapter != nullptr && sequence.row_scale != 0.0f) {
-    int32_t slot = adapters_.try_acquire(*adapter);
-    while (slot == 0 && reclaim_idle()) {
-      slot = adapters_.try_acquire(*adapter);
+    // What is short goes to those before: placing this one's adapter could cost them theirs, again and again.
+    if (is_short_ && !adapters_.is_placed(*adapter)) {
+      return Residency::kShort;
     }
-    if (slot == 0) {
-      return false;
+    Residency residency = adapters_.place(*adapter);
+    while (residency == Residency::kShort && reclaim_idle()) {
+      residency = adapters_.place(*adapter);
     }
-    sequence.slot = slot;
+    if (residency != Residency::kResident) {
+      return residency;
+    }
+    sequence.slot = adapters_.acquire(*adapter);
   }
   sequence.kv->make_tail_private(geometry_, pool_);
   // A block of headroom for each running sequence, or admitting one now would preempt one soon.
@@ -121,14 +125,14 @@ bool Scheduler::try_start(Sequence& sequence) {
     }
     sequence.slot = 0;
     sequence.kv->truncate(geometry_, sequence.kv->length);
-    return false;
+    return Residency::kShort;
   }
   sequence.batch_row = free_rows_.back();
   free_rows_.pop_back();
-  return true;
+  return Residency::kResident;
 }
 
-void Scheduler::start(size_t index, Batch& batch) {
+void Scheduler::start(size_t index, Batch& batch, double now) {
   std::shared_ptr<Sequence> owner = std::move(waiting_[index]);
   Sequence& sequence = *owner;
   waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
@@ -136,40 +140,58 @@ void Scheduler::start(size_t index, Batch& batch) {
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return ranks_before(sequence, *other); });
   running_.insert(at, std::move(owner));
   sequence.state = SequenceState::kRunning;
+  if (sequence.started_ms == 0 && sequence.adapter_wanted_ms > 0) {
+    sequence.result.adapter_wait_ms = now - sequence.adapter_wanted_ms;
+  }
   if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
     sequence.result.cached_tokens = sequence.kv->length;
   }
   add_entry(batch, sequence, rows_that_fit(batch, sequence));
 }
 
-void Scheduler::admit_waiting(Batch& batch) {
+void Scheduler::admit_waiting(Batch& batch, double now) {
   for (size_t i = 0; i < waiting_.size();) {
     Sequence& sequence = *waiting_[i];
     if (is_paused(sequence)) {
       ++i;
-    } else if (rows_that_fit(batch, sequence) <= 0) {
+      continue;
+    }
+    if (rows_that_fit(batch, sequence) <= 0) {
       return;
-    } else if (!free_rows_.empty() && try_start(sequence)) {
-      start(i, batch);
+    }
+    const Residency tried = free_rows_.empty() ? Residency::kShort : try_start(sequence);
+    if (tried == Residency::kResident) {
+      start(i, batch, now);
+    } else if (tried == Residency::kLoading) {
+      if (sequence.adapter_wanted_ms == 0) {
+        sequence.adapter_wanted_ms = now;
+      }
+      ++i;
     } else if (preempt_paused()) {
       i = 0;  // who does not read waits; the list has changed
-    } else if (free_rows_.empty() || !may_be_overtaken(sequence)) {
+      is_short_ = false;
+    } else if (free_rows_.empty()) {
       return;
     } else {
+      is_short_ = true;
+      if (!may_be_overtaken(sequence)) {
+        return;
+      }
       ++i;
     }
   }
 }
 
-void Scheduler::schedule(Batch& batch) {
+void Scheduler::schedule(Batch& batch, double now) {
   batch.entries.clear();
   batch.num_rows = batch.num_prefill_rows = batch.num_logit_rows = 0;
   const uint64_t preemptions = num_preemptions_;
+  is_short_ = false;
   schedule_running(batch, true);
   schedule_running(batch, false);
   // What preemption freed is for those who run; who lost it must not take it back at once.
   if (num_preemptions_ == preemptions) {
-    admit_waiting(batch);
+    admit_waiting(batch, now);
   }
 }
 

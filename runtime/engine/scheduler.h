@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who runs in the next step. Continuous batching: every running sequence in decode gets its row, prefills share the
 // rest of the token budget in chunks, waiting requests are admitted in order of (priority, arrival) while rows,
-// slots and pages last. Pure logic: no clock, no device; callers hold the engine's lock.
+// slots and pages last; one whose adapter is on its way to the device waits for it while those behind it go first.
+// Pure logic: no clock, no device; callers hold the engine's lock.
 //
 // Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
 // pool is short, idle adapters leave, then KV of idle sessions, then the running sequence of lowest rank that is not
@@ -40,7 +41,9 @@ class Scheduler {
   void drop_all_pages();  // of sessions, before the pool goes
 
   // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
-  void schedule(Batch& batch);
+  void schedule(Batch& batch, double now);
+  // Somebody waits for slots or pages: no adapter may be placed but for those that rank before.
+  [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
   // Drops idle adapters, then idle sessions' KV: true if something was freed.
@@ -58,9 +61,10 @@ class Scheduler {
   static bool ranks_before(const Sequence& a, const Sequence& b);
   void insert_waiting(std::shared_ptr<Sequence> sequence);
   void schedule_running(Batch& batch, bool decode);
-  void admit_waiting(Batch& batch);
-  [[nodiscard]] bool try_start(Sequence& sequence);
-  void start(size_t index, Batch& batch);
+  void admit_waiting(Batch& batch, double now);
+  // kResident: the sequence has all that it needs.
+  [[nodiscard]] Residency try_start(Sequence& sequence);
+  void start(size_t index, Batch& batch, double now);
   // A running sequence whose reader is behind gives up everything for those who wait.
   bool preempt_paused();
   // Those behind a sequence that lacks a slot or pages go first, but not for ever: after kOvertakenMax tries they wait
@@ -82,6 +86,7 @@ class Scheduler {
   std::vector<std::shared_ptr<Sequence>> waiting_;  // in order of rank
   std::vector<std::shared_ptr<Session>> sessions_;
   std::vector<int32_t> free_rows_;
+  bool is_short_ = false;
   uint64_t session_clock_ = 0;
   uint64_t num_preemptions_ = 0;
   uint64_t num_sessions_evicted_ = 0;

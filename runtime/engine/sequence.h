@@ -44,6 +44,7 @@ struct Sequence {
   std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
   RequestResult result;
   double started_ms = 0;
+  double adapter_wanted_ms = 0;  // when it first had to wait for its adapter
   double first_token_ms = 0;
 
   [[nodiscard]] const Request& request() const { return submission->request; }
