@@ -50,6 +50,8 @@ void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
   if (!is_registered(adapter->image.get())) {
     host_bytes_ += adapter->image->stream.size();
   }
+  const int32_t slot = find_slot(adapter->image.get());  // a clone's image may be there
+  adapter->slot.store(slots_[static_cast<size_t>(slot)].is_loading ? 0 : slot);
   adapters_.push_back(adapter);
   names_[adapter->name] = adapter;
 }
@@ -121,7 +123,7 @@ void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
   }
 }
 
-Residency AdapterCache::place(Adapter& adapter) {
+Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside) {
   int32_t slot = find_slot(adapter.image.get());
   if (slot > 0) {
     return slots_[static_cast<size_t>(slot)].is_loading ? Residency::kLoading : Residency::kResident;
@@ -134,7 +136,8 @@ Residency AdapterCache::place(Adapter& adapter) {
     slot = find_slot(nullptr);
   }
   const int32_t count = pages_of(*adapter.image);
-  if (slot == 0 || !pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
+  if (slot == 0 || pool_.num_free() - count < pages_beside ||
+      !pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
     return Residency::kShort;
   }
   Slot& entry = slots_[static_cast<size_t>(slot)];
@@ -142,6 +145,8 @@ Residency AdapterCache::place(Adapter& adapter) {
   entry.num_pages = count;
   entry.users = 0;
   entry.is_loading = true;
+  entry.is_given_up = false;
+  entry.last_used = ++clock_;
   ++num_loads_;
   ++adapter.loads;
   uploader_.add(slot, adapter.image, page_row(slot));
@@ -211,20 +216,46 @@ void AdapterCache::collect() {
   std::erase_if(leaving_, [](const auto& adapter) { return adapter->in_flight.load() == 0; });
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
-    if (entry.image != nullptr && entry.users == 0 && !entry.is_loading && !is_held(entry.image.get())) {
+    if (entry.image == nullptr || entry.users > 0 || is_held(entry.image.get())) {
+      continue;
+    }
+    if (entry.is_loading) {
+      give_up(static_cast<int32_t>(slot));
+    } else {
       free_slot(static_cast<int32_t>(slot));
     }
   }
 }
 
+void AdapterCache::give_up(int32_t slot) {
+  slots_[static_cast<size_t>(slot)].is_given_up = true;
+  uploader_.cancel(slot);
+}
+
+bool AdapterCache::give_up_newest_upload() {
+  int32_t newest = 0;
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    if (slots_[slot].is_loading &&
+        (newest == 0 || slots_[slot].last_used > slots_[static_cast<size_t>(newest)].last_used)) {
+      newest = static_cast<int32_t>(slot);
+    }
+    if (slots_[slot].is_loading && slots_[slot].is_given_up) {
+      return true;
+    }
+  }
+  if (newest > 0) {
+    give_up(newest);
+  }
+  return newest > 0;
+}
+
 void AdapterCache::poll(std::vector<FailedUpload>& failed) {
-  Upload upload;
-  while (uploader_.take(&upload)) {
+  for (Upload upload; uploader_.take(&upload);) {
     Slot& entry = slots_[static_cast<size_t>(upload.slot)];
     entry.is_loading = false;
     entry.is_fresh = true;
     entry.last_used = ++clock_;
-    if (upload.status != Status::kOk) {
+    if (upload.status != Status::kOk && upload.status != Status::kCancelled) {
       failed.push_back({upload.image, upload.status, upload.message});
     }
     if (upload.status != Status::kOk || !is_held(upload.image.get())) {

@@ -54,8 +54,11 @@ class AdapterCache {
 
   [[nodiscard]] int32_t pages_of(const AdapterImage& image) const;
   [[nodiscard]] bool is_placed(const Adapter& adapter) const { return find_slot(adapter.image.get()) > 0; }
-  // Begins the upload of the adapter's image if it has no slot.
-  [[nodiscard]] Residency place(Adapter& adapter);
+  // Begins the upload of the adapter's image if it has no slot; `pages_beside` must stay free.
+  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside);
+  [[nodiscard]] bool has_free_slot() const { return find_slot(nullptr) > 0; }
+  // True if pages of an upload come back soon, by a later `poll`: the newest was given up, or one before.
+  bool give_up_newest_upload();
   // Counts one user of a resident image: its slot.
   [[nodiscard]] int32_t acquire(Adapter& adapter);
   void release(int32_t slot);
@@ -63,9 +66,9 @@ class AdapterCache {
   [[nodiscard]] bool can_place(const Adapter& adapter) const;
   // Frees the least recently used idle and unpinned image: true if one was freed.
   bool evict_idle();
-  // Frees images that no Adapter holds any more: it is registered or has requests in flight.
+  // Frees images that no Adapter holds any more: it is registered or has requests in flight. Gives up their uploads.
   void collect();
-  // Takes what has arrived; appends what could not, which has left its slot again.
+  // Takes what has arrived; appends what failed. Failed and given-up images have left their slots again.
   void poll(std::vector<FailedUpload>& failed);
   // Queues, before the step that may use them, what tells the ops of newly resident images.
   void publish(Stream& stream);
@@ -86,7 +89,8 @@ class AdapterCache {
     int32_t num_pages = 0;  // leased; their ids are the slot's row of page_table_
     int32_t users = 0;
     bool is_loading = false;  // the uploader has it
-    bool is_fresh = false;    // resident and not used yet
+    bool is_given_up = false;
+    bool is_fresh = false;  // resident and not used yet
     uint64_t last_used = 0;
   };
   [[nodiscard]] PageId* page_row(int32_t slot) const {
@@ -97,6 +101,7 @@ class AdapterCache {
   [[nodiscard]] bool is_registered(const AdapterImage* image) const;
   [[nodiscard]] bool is_held(const AdapterImage* image) const;
   void free_slot(int32_t slot);
+  void give_up(int32_t slot);
   void note_slot(const AdapterImage* image, int32_t slot);
 
   PagePool& pool_;

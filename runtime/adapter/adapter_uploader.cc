@@ -86,6 +86,7 @@ void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> imag
     upload.image = std::move(image);
     upload.pages = pages;
     upload.status = Status::kOk;
+    cancelled_[num_added_ % kMaxUploads] = false;
     ++num_added_;
   }
   work_.notify_all();
@@ -95,26 +96,40 @@ bool AdapterUploader::take(Upload* out) {
   if (num_taken_ == num_added_) {
     return false;
   }
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (num_taken_ == num_done_) {
-    return false;
+  Upload done;  // the ring keeps no image alive, and none goes under the lock
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (num_taken_ == num_done_) {
+      return false;
+    }
+    done = std::move(ring_[num_taken_++ % kMaxUploads]);
   }
-  std::swap(*out, ring_[num_taken_++ % kMaxUploads]);
+  *out = std::move(done);
   return true;
+}
+
+void AdapterUploader::cancel(int32_t slot) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (uint64_t i = num_done_; i < num_added_; ++i) {
+    if (ring_[i % kMaxUploads].slot == slot) {
+      cancelled_[i % kMaxUploads] = true;
+    }
+  }
 }
 
 void AdapterUploader::run() {
   bool entered = false;
   for (;;) {
-    Upload* upload = nullptr;
+    size_t index = 0;
     {
       std::unique_lock<std::mutex> lock(mutex_);
       work_.wait(lock, [&] { return stopping_ || num_done_ < num_added_; });
       if (stopping_) {
         return;
       }
-      upload = &ring_[num_done_ % kMaxUploads];
+      index = num_done_ % kMaxUploads;
     }
+    Upload& upload = ring_[index];
     Status status = Status::kOk;
     std::string message;
     try {
@@ -122,7 +137,7 @@ void AdapterUploader::run() {
         device_.enter_thread();
         entered = true;
       }
-      copy(*upload);
+      copy(upload, cancelled_[index]);
     } catch (const Error& error) {
       status = error.status();
       message = error.what();
@@ -132,8 +147,8 @@ void AdapterUploader::run() {
     }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      upload->status = status;
-      upload->message = std::move(message);
+      upload.status = status;
+      upload.message = std::move(message);
       ++num_done_;
     }
     if (wake_) {
@@ -142,13 +157,16 @@ void AdapterUploader::run() {
   }
 }
 
-void AdapterUploader::copy(const Upload& upload) {
+void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancelled) {
   const auto bytes = static_cast<int64_t>(upload.image->stream.size());
   try {
     int64_t turn = 0;
     for (int64_t at = 0; at < bytes; at += chunk_bytes_) {
       if (stopping_) {
         throw Error(Status::kClosed, "the engine was released");
+      }
+      if (cancelled) {
+        throw Error(Status::kCancelled, "the upload was given up");
       }
       const Chunk& chunk = chunks_[static_cast<size_t>(turn++) % kNumChunks];
       chunk.fence->wait();
@@ -161,7 +179,7 @@ void AdapterUploader::copy(const Upload& upload) {
     for (const Chunk& chunk : chunks_) {
       chunk.fence->wait();
     }
-  } catch (const Error&) {
+  } catch (...) {
     // What is on its way arrives before the pages may be given away.
     try {
       device_.synchronize(*stream_);

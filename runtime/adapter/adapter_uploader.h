@@ -49,6 +49,8 @@ class AdapterUploader {
   // The oldest upload that has ended: all its bytes are on the device, or status and message say why not and nothing is
   // written to its pages any more. False if there is none.
   [[nodiscard]] bool take(Upload* out);
+  // Nobody needs the upload of this slot: it ends soon, with kCancelled if some of it was still to be copied.
+  void cancel(int32_t slot);
   // No page is written after this. Idempotent.
   void stop();
 
@@ -59,7 +61,7 @@ class AdapterUploader {
     std::unique_ptr<Fence> fence;
   };
   void run();
-  void copy(const Upload& upload);
+  void copy(const Upload& upload, const std::atomic<bool>& cancelled);
   void fill(std::byte* to, const std::byte* from, int64_t bytes);
 
   const PagePool& pool_;
@@ -75,6 +77,7 @@ class AdapterUploader {
   std::mutex mutex_;
   std::condition_variable work_;
   Upload ring_[kMaxUploads];
+  std::atomic<bool> cancelled_[kMaxUploads] = {};
   uint64_t num_added_ = 0, num_taken_ = 0;  // of the engine thread; num_added_ is written under the lock
   uint64_t num_done_ = 0;                   // under the lock
   std::atomic<bool> stopping_{false};

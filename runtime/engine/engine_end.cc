@@ -179,10 +179,7 @@ void Engine::Parts::admit_prefetches() {
     }
     Residency residency = Residency::kShort;
     if (adapters->is_placed(adapter) || !scheduler->is_short()) {
-      residency = adapters->place(adapter);
-      while (residency == Residency::kShort && scheduler->reclaim_idle()) {
-        residency = adapters->place(adapter);
-      }
+      residency = scheduler->place(adapter, scheduler->headroom());
     }
     if (residency == Residency::kResident) {
       adapters->release(adapters->acquire(adapter));

@@ -88,35 +88,50 @@ void Scheduler::schedule_running(Batch& batch, bool decode) {
       ++i;
       continue;
     }
-    if (!ensure_pages(sequence, sequence.kv->length + count, batch)) {
+    const Room room = ensure_pages(sequence, sequence.kv->length + count, batch);
+    if (room == Room::kNone) {
       preempt(sequence);
       continue;
     }
-    add_entry(batch, sequence, count);
+    if (room == Room::kTaken) {
+      add_entry(batch, sequence, count);
+    }
     ++i;
   }
+}
+
+int32_t Scheduler::headroom() const {
+  return static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
+}
+
+Residency Scheduler::place(Adapter& adapter, int32_t pages_beside) {
+  Residency residency = adapters_.place(adapter, pages_beside);
+  // Where no slot is free, idle sessions cannot help.
+  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle()) {
+    residency = adapters_.place(adapter, pages_beside);
+  }
+  return residency;
 }
 
 Residency Scheduler::try_start(Sequence& sequence) {
   Adapter* adapter = sequence.request().adapter.get();
   if (adapter != nullptr && sequence.row_scale != 0.0f) {
     // What is short goes to those before: placing this one's adapter could cost them theirs, again and again.
-    if (is_short_ && !adapters_.is_placed(*adapter)) {
+    const bool was_placed = adapters_.is_placed(*adapter);
+    if (is_short_ && !was_placed) {
       return Residency::kShort;
     }
-    Residency residency = adapters_.place(*adapter);
-    while (residency == Residency::kShort && reclaim_idle()) {
-      residency = adapters_.place(*adapter);
-    }
+    const int32_t pages = geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size();
+    const Residency residency = place(*adapter, std::max(0, pages) + headroom());
     if (residency != Residency::kResident) {
+      sequence.num_uploads += !was_placed && adapters_.is_placed(*adapter) ? 1 : 0;
       return residency;
     }
     sequence.slot = adapters_.acquire(*adapter);
   }
   sequence.kv->make_tail_private(geometry_, pool_);
   // A block of headroom for each running sequence, or admitting one now would preempt one soon.
-  const auto headroom = static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
-  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom) {
+  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom()) {
     if (reclaim_idle()) {
       continue;
     }
@@ -166,6 +181,11 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
       if (sequence.adapter_wanted_ms == 0) {
         sequence.adapter_wanted_ms = now;
       }
+      // Each time it was there others had taken the pages: those behind wait with it now.
+      if (sequence.num_uploads > kUploadsMax) {
+        is_short_ = true;
+        return;
+      }
       ++i;
     } else if (preempt_paused()) {
       i = 0;  // who does not read waits; the list has changed
@@ -185,12 +205,11 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
 void Scheduler::schedule(Batch& batch, double now) {
   batch.entries.clear();
   batch.num_rows = batch.num_prefill_rows = batch.num_logit_rows = 0;
-  const uint64_t preemptions = num_preemptions_;
   is_short_ = false;
   schedule_running(batch, true);
   schedule_running(batch, false);
-  // What preemption freed is for those who run; who lost it must not take it back at once.
-  if (num_preemptions_ == preemptions) {
+  // What preemption or a given-up upload frees is for those who run; who lost it must not take it back at once.
+  if (!is_short_) {
     admit_waiting(batch, now);
   }
 }

@@ -5,9 +5,9 @@
 // Pure logic: no clock, no device; callers hold the engine's lock.
 //
 // Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
-// pool is short, idle adapters leave, then KV of idle sessions, then the running sequence of lowest rank that is not
-// yet in the batch is preempted: it gives up its pages, waits again and computes them anew. The sequence of highest
-// rank can therefore always run, and submit refuses what could not fit alone.
+// pool is short, idle adapters leave, then KV of idle sessions, then uploads are given up (whose pages are back some
+// steps later), then the running sequence of lowest rank that is not yet in the batch is preempted: it gives up its
+// pages, waits and computes them anew. Thus the highest rank can always run; submit refuses what could not fit alone.
 #pragma once
 
 #include <cstdint>
@@ -29,6 +29,8 @@ struct SchedulerLimits {
 };
 
 constexpr int32_t kOvertakenMax = 256;
+constexpr int32_t kUploadsMax = 4;                   // begun for one waiting request
+enum class Room : uint8_t { kTaken, kSoon, kNone };  // kSoon: an upload gives way. kNone: nobody does
 
 class Scheduler {
  public:
@@ -42,6 +44,9 @@ class Scheduler {
 
   // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
   void schedule(Batch& batch, double now);
+  // What is idle gives way to the adapter; `pages_beside` stay free, of which those who run need `headroom`.
+  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside);
+  [[nodiscard]] int32_t headroom() const;
   // Somebody waits for slots or pages: no adapter may be placed but for those that rank before.
   [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
@@ -70,7 +75,7 @@ class Scheduler {
   // Those behind a sequence that lacks a slot or pages go first, but not for ever: after kOvertakenMax tries they wait
   // with it, unless only the host's own pins stand in its way.
   [[nodiscard]] bool may_be_overtaken(Sequence& sequence) const;
-  [[nodiscard]] bool ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
+  [[nodiscard]] Room ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
   [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
   void preempt(Sequence& sequence);
   void give_back(Sequence& sequence);

@@ -41,6 +41,7 @@ struct Sequence {
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
   int32_t num_overtaken = 0;        // tries to start that failed while others behind it could go
+  int32_t num_uploads = 0;          // begun for this one while it waited
   std::vector<int32_t> suppressed;  // stop and eos tokens, banned before min_tokens
   RequestResult result;
   double started_ms = 0;

@@ -114,4 +114,58 @@ TEST_CASE("uploads: a failed one does not spoil the next, a stopped one is not t
   pool.release(ids.data(), kPages);
 }
 
+TEST_CASE("uploads: what was taken is not kept, what nobody needs is not copied") {
+  auto plan = std::make_shared<TestDevice::Plan>();
+  const auto device = TestDevice::wrapper(plan)(open_device_cpu());
+  PagePool pool(kPages, kPage, *device);
+  std::vector<PageId> ids(kPages);
+  REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages));
+  std::atomic<int> chunks{0};
+  std::atomic<bool> open{false};
+  plan->chunk_queued = [&] {
+    ++chunks;
+    while (!open) {
+      std::this_thread::yield();
+    }
+  };
+  AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr);
+  std::vector<std::weak_ptr<const AdapterImage>> images;
+  for (int32_t slot = 1; slot <= 4; ++slot) {
+    const auto image = image_of(slot == 2 ? 4 << 20 : 1 << 10, static_cast<unsigned>(slot));
+    images.push_back(image);
+    uploader.add(slot, image, ids.data());
+  }
+  while (chunks == 0) {
+    std::this_thread::yield();
+  }
+  uploader.cancel(2);  // waits behind the first
+  uploader.cancel(7);  // nobody's
+  open = true;
+  Upload upload;  // one for all, as a careless caller has it
+  for (int32_t slot = 1; slot <= 4; ++slot) {
+    while (!uploader.take(&upload)) {
+      std::this_thread::yield();
+    }
+    CHECK(upload.slot == slot);
+    CHECK(upload.status == (slot == 2 ? Status::kCancelled : Status::kOk));
+  }
+  CHECK(chunks == 3);
+  upload = {};
+  for (const auto& image : images) {
+    CHECK(image.expired());
+  }
+  open = false;  // one whose place in the ring was cancelled before is not
+  uploader.add(5, image_of(4 << 20, 5), ids.data());
+  uploader.add(6, image_of(4 << 20, 6), ids.data());
+  while (chunks == 3) {
+    std::this_thread::yield();
+  }
+  uploader.cancel(5);  // between two chunks
+  open = true;
+  CHECK(take(uploader).status == Status::kCancelled);
+  CHECK(take(uploader).status == Status::kOk);
+  CHECK(chunks < 3 + 5 + 5);
+  pool.release(ids.data(), kPages);
+}
+
 }  // namespace moelora::test

@@ -190,7 +190,7 @@ class StepBench {
       adapter->image = image;
       cache_->add(adapter);
       std::vector<FailedUpload> failed;
-      while (failed.empty() && cache_->place(*adapter) == Residency::kLoading) {
+      while (failed.empty() && cache_->place(*adapter, 0) == Residency::kLoading) {
         cache_->poll(failed);
       }
       MOELORA_ASSERT(failed.empty() && cache_->acquire(*adapter) > 0);

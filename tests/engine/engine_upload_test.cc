@@ -29,6 +29,10 @@ class Gate {
     open_ = true;
     change_.notify_all();
   }
+  int arrived() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return arrived_;
+  }
   // Until the loader stands at the gate.
   void wait_for_upload() {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -220,6 +224,85 @@ TEST_CASE("unloading an adapter on its way", "[engine]") {
   CHECK(setup.engine->stats().adapter_loads == 2);
   CHECK(comes_true([&] { return setup.engine->stats().pages_adapter == 0; }));
   CHECK(setup.engine->stats().adapter_host_bytes == 0);
+}
+
+TEST_CASE("an upload that nobody needs any more is given up", "[engine]") {
+  const Setup setup({}, false);
+  const auto first = setup.adapter(1);
+  const auto second = setup.adapter(2);
+  setup.engine->prefetch_adapter(first, nullptr, 1, 1);
+  setup.engine->prefetch_adapter(second, nullptr, 1, 1);
+  CHECK(comes_true([&] { return setup.engine->stats().adapter_loads == 2; }));
+  setup.gate->wait_for_upload();
+  setup.engine->unload_adapter(second, false);
+  setup.engine->submit(make_submission(*setup.engine, request_of({1}, 1)));  // the engine has seen it
+  CHECK(comes_true([&] { return setup.engine->stats().requests_finished == 1; }));
+  setup.gate->open();
+  CHECK(comes_true([&] { return first->slot.load() > 0; }));
+  CHECK(read_all(*setup.submit(request_of({1, 2}, 4, setup.adapter(3)))).size() == 4);
+  CHECK(setup.gate->arrived() == 2);  // an adapter of this model is one chunk
+  CHECK(setup.engine->stats().adapters_resident == 2);
+}
+
+TEST_CASE("a clone of a resident adapter is resident", "[engine]") {
+  const Setup setup;
+  const auto adapter = setup.adapter(1);
+  CHECK(read_all(*setup.submit(request_of({1, 2}, 4, adapter))).size() == 4);
+  const auto clone = setup.engine->register_adapter("clone", adapter->image, 0.5f, false);
+  CHECK(clone->slot.load() == adapter->slot.load());
+  CHECK(clone->slot.load() > 0);
+}
+
+TEST_CASE("idle sessions keep their KV while requests wait for a slot", "[engine]") {
+  EngineOptions options;
+  options.max_adapters_resident = 1;
+  const Setup setup(options, false);
+  const auto session = setup.engine->create_session(nullptr, 0.0f);
+  Request turn = request_of({1, 2, 3}, 4);
+  turn.session = session;
+  CHECK(read_all(*setup.submit(turn)).size() == 4);
+  const auto first = setup.submit(request_of({1, 2}, 4, setup.adapter(1)));
+  const auto second = setup.submit(request_of({1, 2}, 4, setup.adapter(2)));
+  setup.gate->wait_for_upload();
+  CHECK(read_all(*setup.submit(request_of({1, 2}, 50))).size() == 50);
+  setup.gate->open();
+  CHECK(read_all(*first).size() == 4);
+  CHECK(read_all(*second).size() == 4);
+  CHECK(setup.engine->stats().sessions_evicted == 0);
+  CHECK(setup.engine->session_info(session).num_computed > 0);
+}
+
+TEST_CASE("an upload gives way to the KV of those who run", "[engine]") {
+  const Setup quiet;
+  const auto expected = read_all(*quiet.submit(request_of({5, 6, 7}, 600)));
+  const auto page_bytes = quiet.engine->info().page_bytes;
+  const auto kv_pages = (3 + 600 + 15) / 16 * quiet.engine->info().pages_per_block;
+  const auto image_pages =
+      (static_cast<int64_t>(quiet.adapter(1, 64)->image->stream.size()) + page_bytes - 1) / page_bytes;
+  EngineOptions options;
+  options.device_memory_bytes = (std::max<int64_t>(kv_pages, image_pages) + 4) * page_bytes;
+  options.output_buffer_tokens = 20;  // it stands still until it is read
+  const Setup held(options, false);
+  const auto running = held.submit(request_of({5, 6, 7}, 600));
+  CHECK(comes_true([&] { return running->stream->unread() == 20; }));
+  const auto waiting = held.submit(request_of({1, 2}, 4, held.adapter(1, 64)));
+  held.gate->wait_for_upload();
+  std::atomic<bool> done{false};
+  RequestResult result;
+  std::vector<int32_t> tokens;
+  std::thread reader([&] {
+    tokens = read_all(*running, &result);
+    done = true;
+  });
+  CHECK(comes_true([&] { return held.engine->stats().pages_free == 0; }));
+  std::this_thread::sleep_for(milliseconds(50));
+  CHECK(!done);  // the loader writes to the pages that it needs
+  CHECK(held.engine->stats().preemptions == 0);
+  held.gate->open();
+  reader.join();
+  CHECK(tokens == expected);
+  CHECK(read_all(*waiting, &result).size() == 4);
+  CHECK(result.status == Status::kOk);
 }
 
 TEST_CASE("cancelling a request that waits for its adapter", "[engine]") {
