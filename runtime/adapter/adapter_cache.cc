@@ -157,14 +157,18 @@ int32_t AdapterCache::acquire(Adapter& adapter) {
   const int32_t slot = find_slot(adapter.image.get());
   Slot& entry = slots_[static_cast<size_t>(slot)];
   MOELORA_ASSERT(slot > 0 && !entry.is_loading);
-  if (!entry.is_fresh) {
+  ++entry.users;
+  entry.last_used = ++clock_;
+  return slot;
+}
+
+void AdapterCache::note_start(Adapter& adapter, bool is_first) {
+  Slot& entry = slots_[static_cast<size_t>(find_slot(adapter.image.get()))];
+  if (is_first && !entry.is_fresh) {
     ++num_hits_;
     ++adapter.hits;
   }
   entry.is_fresh = false;
-  ++entry.users;
-  entry.last_used = ++clock_;
-  return slot;
 }
 
 bool AdapterCache::can_place(const Adapter& adapter) const {

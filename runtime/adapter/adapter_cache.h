@@ -61,6 +61,9 @@ class AdapterCache {
   bool give_up_newest_upload();
   // Counts one user of a resident image: its slot.
   [[nodiscard]] int32_t acquire(Adapter& adapter);
+  // A request starts with the adapter that it has acquired, for the first time or again after it was preempted. One that
+  // finds what others used before is a hit.
+  void note_start(Adapter& adapter, bool is_first);
   void release(int32_t slot);
   // False if every slot is held by another adapter that the host has pinned.
   [[nodiscard]] bool can_place(const Adapter& adapter) const;

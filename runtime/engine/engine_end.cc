@@ -183,6 +183,7 @@ void Engine::Parts::admit_prefetches() {
     }
     if (residency == Residency::kResident) {
       adapters->release(adapters->acquire(adapter));
+      adapters->note_start(adapter, false);
       prefetch.answered = true;
     } else if (residency == Residency::kShort && !adapters->can_place(adapter)) {
       prefetch.answered = true;

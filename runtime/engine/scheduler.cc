@@ -155,6 +155,9 @@ void Scheduler::start(size_t index, Batch& batch, double now) {
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return ranks_before(sequence, *other); });
   running_.insert(at, std::move(owner));
   sequence.state = SequenceState::kRunning;
+  if (sequence.slot > 0) {
+    adapters_.note_start(*sequence.request().adapter, sequence.started_ms == 0);
+  }
   if (sequence.started_ms == 0 && sequence.adapter_wanted_ms > 0) {
     sequence.result.adapter_wait_ms = now - sequence.adapter_wanted_ms;
   }
