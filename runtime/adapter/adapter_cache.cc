@@ -123,7 +123,7 @@ void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
   }
 }
 
-Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside) {
+Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
   int32_t slot = find_slot(adapter.image.get());
   if (slot > 0) {
     return slots_[static_cast<size_t>(slot)].is_loading ? Residency::kLoading : Residency::kResident;
@@ -132,7 +132,7 @@ Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside) {
     return Residency::kLoading;
   }
   slot = find_slot(nullptr);
-  while (slot == 0 && evict_idle()) {
+  while (slot == 0 && evict_idle(evict)) {
     slot = find_slot(nullptr);
   }
   const int32_t count = pages_of(*adapter.image);
@@ -145,7 +145,7 @@ Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside) {
   entry.num_pages = count;
   entry.users = 0;
   entry.is_loading = true;
-  entry.is_given_up = false;
+  entry.is_given_up = entry.is_wanted = false;
   entry.last_used = ++clock_;
   ++num_loads_;
   ++adapter.loads;
@@ -194,17 +194,39 @@ void AdapterCache::free_slot(int32_t slot) {
   entry.image.reset();
 }
 
-bool AdapterCache::evict_idle() {
+void AdapterCache::forget_wanted() {
+  for (Slot& slot : slots_) {
+    slot.is_wanted = false;
+  }
+}
+
+bool AdapterCache::mark_wanted(const Adapter& adapter) {
+  const int32_t slot = find_slot(adapter.image.get());
+  slots_[static_cast<size_t>(slot)].is_wanted = true;
+  return slot > 0;
+}
+
+bool AdapterCache::may_leave(const Slot& slot, Evict evict) const {
+  return slot.image != nullptr && slot.users == 0 && !slot.is_loading && (evict == Evict::kAny || !slot.is_wanted) &&
+         !is_pinned(slot.image.get());
+}
+
+int32_t AdapterCache::num_unwanted_pages() const {
+  int32_t pages = 0;
+  for (const Slot& slot : slots_) {
+    pages += may_leave(slot, Evict::kUnwanted) ? slot.num_pages : 0;
+  }
+  return pages;
+}
+
+bool AdapterCache::evict_idle(Evict evict) {
   int32_t oldest = 0;
+  const auto leaves_before = [](const Slot& a, const Slot& b) {
+    return a.is_wanted != b.is_wanted ? b.is_wanted : a.last_used < b.last_used;
+  };
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    const Slot& entry = slots_[slot];
-    if (entry.image == nullptr || entry.users > 0 || entry.is_loading) {
-      continue;
-    }
-    if (oldest != 0 && entry.last_used >= slots_[static_cast<size_t>(oldest)].last_used) {
-      continue;
-    }
-    if (!is_pinned(entry.image.get())) {
+    if ((oldest == 0 || leaves_before(slots_[slot], slots_[static_cast<size_t>(oldest)])) &&
+        may_leave(slots_[slot], evict)) {
       oldest = static_cast<int32_t>(slot);
     }
   }

@@ -22,6 +22,8 @@ namespace moelora {
 
 // kLoading: on its way, or next for the loader; ask again. kShort: slots or pages are short now.
 enum class Residency : uint8_t { kResident, kLoading, kShort };
+// Which idle images may leave. kUnwanted: those that the next requests of the queue will need stay.
+enum class Evict : uint8_t { kUnwanted, kAny };
 
 struct AdapterCacheLimits {
   int32_t num_resident_max = 0;
@@ -55,20 +57,25 @@ class AdapterCache {
   [[nodiscard]] int32_t pages_of(const AdapterImage& image) const;
   [[nodiscard]] bool is_placed(const Adapter& adapter) const { return find_slot(adapter.image.get()) > 0; }
   // Begins the upload of the adapter's image if it has no slot; `pages_beside` must stay free.
-  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside);
+  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside, Evict evict = Evict::kAny);
+  // What has a slot now is wanted from `mark_wanted` (false: it has none) to the next `forget_wanted`.
+  void forget_wanted();
+  bool mark_wanted(const Adapter& adapter);
+  // Pages of the images that evict_idle(kUnwanted) would free one by one.
+  [[nodiscard]] int32_t num_unwanted_pages() const;
   [[nodiscard]] bool has_free_slot() const { return find_slot(nullptr) > 0; }
   // True if pages of an upload come back soon, by a later `poll`: the newest was given up, or one before.
   bool give_up_newest_upload();
   // Counts one user of a resident image: its slot.
   [[nodiscard]] int32_t acquire(Adapter& adapter);
-  // A request starts with the adapter that it has acquired, for the first time or again after it was preempted. One that
-  // finds what others used before is a hit.
+  // A request starts with the adapter that it has acquired, for the first time or again after it was preempted. One
+  // that finds what others used before is a hit.
   void note_start(Adapter& adapter, bool is_first);
   void release(int32_t slot);
   // False if every slot is held by another adapter that the host has pinned.
   [[nodiscard]] bool can_place(const Adapter& adapter) const;
-  // Frees the least recently used idle and unpinned image: true if one was freed.
-  bool evict_idle();
+  // Frees the least recently used idle and unpinned image, wanted ones last: true if one was freed.
+  bool evict_idle(Evict evict = Evict::kAny);
   // Frees images that no Adapter holds any more: it is registered or has requests in flight. Gives up their uploads.
   void collect();
   // Takes what has arrived; appends what failed. Failed and given-up images have left their slots again.
@@ -94,6 +101,7 @@ class AdapterCache {
     bool is_loading = false;  // the uploader has it
     bool is_given_up = false;
     bool is_fresh = false;  // resident and not used yet
+    bool is_wanted = false;
     uint64_t last_used = 0;
   };
   [[nodiscard]] PageId* page_row(int32_t slot) const {
@@ -103,6 +111,7 @@ class AdapterCache {
   [[nodiscard]] bool is_pinned(const AdapterImage* image) const;
   [[nodiscard]] bool is_registered(const AdapterImage* image) const;
   [[nodiscard]] bool is_held(const AdapterImage* image) const;
+  [[nodiscard]] bool may_leave(const Slot& slot, Evict evict) const;
   void free_slot(int32_t slot);
   void give_up(int32_t slot);
   void note_slot(const AdapterImage* image, int32_t slot);

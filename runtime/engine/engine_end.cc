@@ -179,7 +179,7 @@ void Engine::Parts::admit_prefetches() {
     }
     Residency residency = Residency::kShort;
     if (adapters->is_placed(adapter) || !scheduler->is_short()) {
-      residency = scheduler->place(adapter, scheduler->headroom());
+      residency = scheduler->place(adapter, scheduler->headroom(), Evict::kUnwanted);
     }
     if (residency == Residency::kResident) {
       adapters->release(adapters->acquire(adapter));

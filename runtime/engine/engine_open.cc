@@ -135,8 +135,11 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   adapters = std::make_unique<AdapterCache>(
       AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts}, *pool, *kernels, *device,
       [this] { wake(); });
-  const SchedulerLimits limits{info.max_num_sequences, info.max_batch_tokens, logit_rows,
+  const SchedulerLimits limits{info.max_num_sequences,
+                               info.max_batch_tokens,
+                               logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
+                               static_cast<int32_t>(options.prefetch_requests),
                                static_cast<int32_t>(options.output_buffer_tokens)};
   scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
   step_input = std::make_unique<StepInput>(

@@ -49,6 +49,7 @@ struct EngineOptions {
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 0;    // rows of a step; 0 = 512 on the CPU, 4096 on a GPU
   int64_t max_queued_requests = 1024;
+  int64_t prefetch_requests = 8;            // of those who wait; their adapters come ahead
   int64_t max_context_tokens = 0;           // 0 = the model's
   int64_t output_buffer_tokens = 4096;      // tokens a request holds unread before it pauses
   std::string overrun = "pause";            // pause | fail

@@ -104,11 +104,11 @@ int32_t Scheduler::headroom() const {
   return static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
 }
 
-Residency Scheduler::place(Adapter& adapter, int32_t pages_beside) {
-  Residency residency = adapters_.place(adapter, pages_beside);
+Residency Scheduler::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
+  Residency residency = adapters_.place(adapter, pages_beside, evict);
   // Where no slot is free, idle sessions cannot help.
-  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle()) {
-    residency = adapters_.place(adapter, pages_beside);
+  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict)) {
+    residency = adapters_.place(adapter, pages_beside, evict);
   }
   return residency;
 }
@@ -215,6 +215,7 @@ void Scheduler::schedule(Batch& batch, double now) {
   if (!is_short_) {
     admit_waiting(batch, now);
   }
+  prefetch_waiting();
 }
 
 void Scheduler::finish(Sequence& sequence) {

@@ -21,10 +21,9 @@
 namespace moelora {
 
 struct SchedulerLimits {
-  int32_t num_sequences_max = 0;
-  int32_t num_rows_max = 0;
-  int32_t num_logit_rows_max = 0;
+  int32_t num_sequences_max = 0, num_rows_max = 0, num_logit_rows_max = 0;
   int32_t num_waiting_max = 0;
+  int32_t num_prefetched_max = 0;  // of those who wait
   int32_t output_buffer_tokens = 0;
 };
 
@@ -45,14 +44,14 @@ class Scheduler {
   // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
   void schedule(Batch& batch, double now);
   // What is idle gives way to the adapter; `pages_beside` stay free, of which those who run need `headroom`.
-  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside);
+  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside, Evict evict = Evict::kAny);
   [[nodiscard]] int32_t headroom() const;
   // Somebody waits for slots or pages: no adapter may be placed but for those that rank before.
   [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
   // Drops idle adapters, then idle sessions' KV: true if something was freed.
-  bool reclaim_idle();
+  bool reclaim_idle(Evict evict = Evict::kAny);
 
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
@@ -67,6 +66,7 @@ class Scheduler {
   void insert_waiting(std::shared_ptr<Sequence> sequence);
   void schedule_running(Batch& batch, bool decode);
   void admit_waiting(Batch& batch, double now);
+  void prefetch_waiting();
   // kResident: the sequence has all that it needs.
   [[nodiscard]] Residency try_start(Sequence& sequence);
   void start(size_t index, Batch& batch, double now);
@@ -93,8 +93,7 @@ class Scheduler {
   std::vector<int32_t> free_rows_;
   bool is_short_ = false;
   uint64_t session_clock_ = 0;
-  uint64_t num_preemptions_ = 0;
-  uint64_t num_sessions_evicted_ = 0;
+  uint64_t num_preemptions_ = 0, num_sessions_evicted_ = 0;
 };
 
 }  // namespace moelora

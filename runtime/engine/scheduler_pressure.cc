@@ -8,8 +8,8 @@
 
 namespace moelora {
 
-bool Scheduler::reclaim_idle() {
-  if (adapters_.evict_idle()) {
+bool Scheduler::reclaim_idle(Evict evict) {
+  if (adapters_.evict_idle(evict)) {
     return true;
   }
   Session* oldest = nullptr;

@@ -48,4 +48,124 @@ TEST_CASE("a request counts one hit however often it could not start", "[engine]
   CHECK(adapter->hits == 4);
 }
 
+// One request runs in the only row; how many adapters are there, or on their way, while `adapters` wait.
+struct Queue {
+  Queue(EngineOptions options, const std::vector<uint64_t>& adapters) : setup(prepared(options)) {
+    running = setup.submit(request_of({5, 6, 7}, 300));
+    CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+    for (const uint64_t seed : adapters) {
+      waiting.push_back(setup.submit(request_of({1, 2}, 4, setup.adapter(seed))));
+    }
+  }
+  static EngineOptions prepared(EngineOptions options) {
+    options.max_num_sequences = 1;
+    options.output_buffer_tokens = 40;  // it stands still until it is read
+    return options;
+  }
+  void finish() {
+    CHECK(read_all(*running).size() == 300);
+    for (const auto& submission : waiting) {
+      RequestResult result;
+      CHECK(read_all(*submission, &result).size() == 4);
+      CHECK(result.status == Status::kOk);
+    }
+  }
+  Setup setup;
+  std::shared_ptr<Submission> running;
+  std::vector<std::shared_ptr<Submission>> waiting;
+};
+
+TEST_CASE("adapters of the next requests come while no row is free", "[engine]") {
+  for (const int64_t count : {0, 2, 8}) {
+    INFO("prefetch_requests " << count);
+    EngineOptions options;
+    options.prefetch_requests = count;
+    Queue queue(options, {1, 2, 3, 4, 5, 6});
+    const auto wanted = static_cast<int64_t>(std::min<size_t>(static_cast<size_t>(count), queue.waiting.size()));
+    CHECK(comes_true([&] { return queue.setup.engine->stats().adapters_resident == wanted; }));
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    const EngineStats stats = queue.setup.engine->stats();
+    CHECK(stats.adapters_resident == wanted);
+    CHECK(stats.adapter_loads == static_cast<uint64_t>(wanted));
+    for (size_t i = 0; i < queue.waiting.size(); ++i) {
+      CHECK((queue.waiting[i]->request.adapter->slot.load() > 0) == (static_cast<int64_t>(i) < wanted));
+    }
+    queue.finish();
+    CHECK(queue.setup.engine->stats().adapter_loads == 6);
+    CHECK(queue.setup.engine->stats().adapter_hits == 0);  // each load was for one of them
+  }
+}
+
+TEST_CASE("what the queue wants stays on the device", "[engine]") {
+  EngineOptions options;
+  options.max_adapters_resident = 2;
+  Queue queue(options, {1, 2, 3, 4, 5, 6});
+  const auto resident = [&](size_t i) { return queue.waiting[i]->request.adapter->slot.load() > 0; };
+  CHECK(comes_true([&] { return resident(0) && resident(1); }));
+  // Neither those behind nor the host take their slots.
+  const auto other = queue.setup.adapter(7);
+  queue.setup.engine->prefetch_adapter(other, nullptr, 1, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  CHECK(queue.setup.engine->stats().adapter_loads == 2);
+  CHECK(queue.setup.engine->stats().adapter_evictions == 0);
+  queue.finish();
+  CHECK(comes_true([&] { return other->slot.load() > 0; }));
+  CHECK(queue.setup.engine->stats().adapter_loads == 7);  // each once
+}
+
+TEST_CASE("an adapter that is there before its request wants it is not evicted for those before", "[engine]") {
+  EngineOptions options;
+  options.max_adapters_resident = 2;
+  const Setup setup(Queue::prepared(options));
+  const auto idle = setup.adapter(9);
+  const auto late = setup.adapter(1);
+  for (const auto& adapter : {late, idle}) {  // `late` is the one that would leave first
+    CHECK(read_all(*setup.submit(request_of({1, 2}, 4, adapter))).size() == 4);
+  }
+  const auto running = setup.submit(request_of({5, 6, 7}, 300));
+  CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+  const auto first = setup.adapter(2);
+  std::vector<std::shared_ptr<Submission>> waiting;
+  std::vector<Error> errors;
+  for (const auto& adapter : {first, late}) {
+    waiting.push_back(make_submission(*setup.engine, request_of({1, 2}, 4, adapter)));
+  }
+  setup.engine->submit_batch(waiting, &errors);
+  CHECK(comes_true([&] { return first->slot.load() > 0; }));
+  CHECK(late->slot.load() > 0);
+  CHECK(idle->slot.load() == 0);
+  CHECK(read_all(*running).size() == 300);
+  for (const auto& submission : waiting) {
+    CHECK(read_all(*submission).size() == 4);
+  }
+  CHECK(late->loads == 1);
+  CHECK(late->hits == 1);
+}
+
+TEST_CASE("nothing leaves for an adapter of the queue that would not fit nevertheless", "[engine]") {
+  const Setup quiet;
+  const auto small = pages_of(quiet, *quiet.adapter(1));
+  const auto large = pages_of(quiet, *quiet.adapter(2, 64));
+  EngineOptions options;
+  options.device_memory_bytes = (large + small + kv_pages(quiet, 340)) * quiet.engine->info().page_bytes;
+  const Setup setup(Queue::prepared(options));
+  const auto session = setup.engine->create_session(nullptr, 0.0f);
+  Request turn = request_of({1, 2, 3}, 20);
+  turn.session = session;
+  CHECK(read_all(*setup.submit(turn)).size() == 20);
+  const auto idle = setup.adapter(1);
+  CHECK(read_all(*setup.submit(request_of({1, 2}, 4, idle))).size() == 4);
+  // Its prompt and both adapters do not fit together, even with all that is idle away.
+  const auto running = setup.submit(request_of(std::vector<int32_t>(300, 1), 30, setup.adapter(3, 64)));
+  CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+  const auto waiting = setup.submit(request_of({1, 2}, 4, setup.adapter(2, 64)));
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  const uint64_t loads = setup.engine->stats().adapter_loads;
+  CHECK(waiting->request.adapter->loads == 0);
+  CHECK(setup.engine->stats().sessions_evicted + setup.engine->stats().adapter_evictions <= 1);
+  CHECK(read_all(*running).size() == 30);
+  CHECK(read_all(*waiting).size() == 4);
+  CHECK(setup.engine->stats().adapter_loads == loads + 1);
+}
+
 }  // namespace moelora::test
