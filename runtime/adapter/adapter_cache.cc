@@ -16,7 +16,7 @@ AdapterCache::AdapterCache(const AdapterCacheLimits& limits, PagePool& pool, con
       slots_(static_cast<size_t>(limits.num_resident_max) + 1),
       device_(device),
       kernels_(kernels),
-      uploader_(pool, device, kernels, std::move(on_upload)) {
+      uploader_(pool, device, kernels, std::move(on_upload), limits.upload_bytes_per_second) {
   // A row as wide as the pool serves every adapter that fits at all; beyond 16 M entries the widest adapter is
   // bounded instead (register_adapter checks).
   const int64_t entries_max = int64_t{16} << 20;

@@ -29,6 +29,7 @@ struct AdapterCacheLimits {
   int32_t num_resident_max = 0;
   int32_t num_layers = 0;
   int32_t num_experts = 0;
+  int64_t upload_bytes_per_second = 0;  // 0 = no bound
 };
 
 struct FailedUpload {

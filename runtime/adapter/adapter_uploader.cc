@@ -32,12 +32,13 @@ uint64_t AdapterUploader::staging_bytes(int64_t page_bytes, bool is_host) {
 }
 
 AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Kernels& kernels,
-                                 std::function<void()> wake)
+                                 std::function<void()> wake, int64_t bytes_per_second)
     : pool_(pool),
       device_(device),
       kernels_(kernels),
       wake_(std::move(wake)),
       chunk_bytes_(chunk_bytes_of(pool.page_bytes(), device.is_host())),
+      bytes_per_second_(bytes_per_second),
       stream_(device.create_copy_stream()),
       copiers_(device.is_host() ? 1 : kNumCopiersGpu, 0) {
   for (Chunk& chunk : chunks_) {
@@ -109,12 +110,15 @@ bool AdapterUploader::take(Upload* out) {
 }
 
 void AdapterUploader::cancel(int32_t slot) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (uint64_t i = num_done_; i < num_added_; ++i) {
-    if (ring_[i % kMaxUploads].slot == slot) {
-      cancelled_[i % kMaxUploads] = true;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (uint64_t i = num_done_; i < num_added_; ++i) {
+      if (ring_[i % kMaxUploads].slot == slot) {
+        cancelled_[i % kMaxUploads] = true;
+      }
     }
   }
+  work_.notify_all();
 }
 
 void AdapterUploader::run() {
@@ -157,17 +161,26 @@ void AdapterUploader::run() {
   }
 }
 
+void AdapterUploader::wait_for_turn(const std::atomic<bool>& cancelled) {
+  if (bytes_per_second_ > 0) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    work_.wait_until(lock, next_chunk_, [&] { return stopping_ || cancelled; });
+  }
+  if (stopping_) {
+    throw Error(Status::kClosed, "the engine was released");
+  }
+  if (cancelled) {
+    throw Error(Status::kCancelled, "the upload was given up");
+  }
+}
+
 void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancelled) {
   const auto bytes = static_cast<int64_t>(upload.image->stream.size());
   try {
     int64_t turn = 0;
     for (int64_t at = 0; at < bytes; at += chunk_bytes_) {
-      if (stopping_) {
-        throw Error(Status::kClosed, "the engine was released");
-      }
-      if (cancelled) {
-        throw Error(Status::kCancelled, "the upload was given up");
-      }
+      wait_for_turn(cancelled);
+      const auto begun = std::chrono::steady_clock::now();
       const Chunk& chunk = chunks_[static_cast<size_t>(turn++) % kNumChunks];
       chunk.fence->wait();
       const int64_t count = std::min(chunk_bytes_, bytes - at);
@@ -175,6 +188,10 @@ void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancel
       const PageId* pages = upload.pages + at / pool_.page_bytes();
       kernels_.write_pages({pool_.base(), pool_.page_bytes(), chunk.memory, count, pages}, *stream_);
       chunk.fence->record(*stream_);
+      if (bytes_per_second_ > 0) {  // an idle time before earns nothing
+        const std::chrono::duration<double> share(static_cast<double>(count) / static_cast<double>(bytes_per_second_));
+        next_chunk_ = std::max(next_chunk_, begun) + std::chrono::duration_cast<std::chrono::nanoseconds>(share);
+      }
     }
     for (const Chunk& chunk : chunks_) {
       chunk.fence->wait();

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -34,8 +35,10 @@ class AdapterUploader {
   // Begun or waiting at once. More would hold pages long before they are written.
   static constexpr size_t kMaxUploads = 4;
 
-  // `wake` is called on the loader's thread after each upload; it may be empty.
-  AdapterUploader(const PagePool& pool, Device& device, const Kernels& kernels, std::function<void()> wake);
+  // `wake` is called on the loader's thread after each upload; it may be empty. `bytes_per_second` bounds the mean rate
+  // from the second chunk on; 0 = no bound.
+  AdapterUploader(const PagePool& pool, Device& device, const Kernels& kernels, std::function<void()> wake,
+                  int64_t bytes_per_second = 0);
   ~AdapterUploader();
   AdapterUploader(const AdapterUploader&) = delete;
   AdapterUploader& operator=(const AdapterUploader&) = delete;
@@ -62,6 +65,8 @@ class AdapterUploader {
   };
   void run();
   void copy(const Upload& upload, const std::atomic<bool>& cancelled);
+  // Throws if the upload was given up or the uploader stopped, also while it waits for the time that the rate allows.
+  void wait_for_turn(const std::atomic<bool>& cancelled);
   void fill(std::byte* to, const std::byte* from, int64_t bytes);
 
   const PagePool& pool_;
@@ -69,6 +74,8 @@ class AdapterUploader {
   const Kernels& kernels_;
   std::function<void()> wake_;
   int64_t chunk_bytes_;  // whole pages
+  int64_t bytes_per_second_;
+  std::chrono::steady_clock::time_point next_chunk_;  // not before; of the loader's thread
   std::unique_ptr<Stream> stream_;
   Stream copiers_;  // fill the ring
   std::byte* staging_ = nullptr;

@@ -132,9 +132,9 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
-  adapters = std::make_unique<AdapterCache>(
-      AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts}, *pool, *kernels, *device,
-      [this] { wake(); });
+  adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
+                                                               config.num_experts, options.upload_bytes_per_second},
+                                            *pool, *kernels, *device, [this] { wake(); });
   const SchedulerLimits limits{info.max_num_sequences,
                                info.max_batch_tokens,
                                logit_rows,

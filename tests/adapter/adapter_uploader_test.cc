@@ -4,6 +4,7 @@
 #include "runtime/adapter/adapter_uploader.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <random>
 #include <vector>
@@ -165,6 +166,40 @@ TEST_CASE("uploads: what was taken is not kept, what nobody needs is not copied"
   CHECK(take(uploader).status == Status::kCancelled);
   CHECK(take(uploader).status == Status::kOk);
   CHECK(chunks < 3 + 5 + 5);
+  pool.release(ids.data(), kPages);
+}
+
+TEST_CASE("uploads: a bound on the rate, whose waits end with the upload") {
+  using Clock = std::chrono::steady_clock;
+  const auto device = open_device_cpu();
+  PagePool pool(kPages, kPage, *device);
+  std::vector<PageId> ids(kPages);
+  REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages));
+  {
+    AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr, 40 << 20);
+    const auto start = Clock::now();
+    uploader.add(1, image_of(4 << 20, 1), ids.data());
+    uploader.add(2, image_of(4 << 20, 2), ids.data());
+    CHECK(take(uploader).status == Status::kOk);
+    CHECK(take(uploader).status == Status::kOk);
+    // All but the last chunk, of at most 1 MiB, have had their time.
+    CHECK(Clock::now() - start >= std::chrono::milliseconds(7 * 1000 / 40));
+    CHECK(std::memcmp(pool.base() + ids[1] * kPage, image_of(4 << 20, 2)->stream.data() + kPage, kPage) == 0);
+  }
+  AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr, 1);  // a chunk takes days
+  uploader.add(1, image_of(1 << 10, 1), ids.data());                   // it owes nothing
+  CHECK(take(uploader).status == Status::kOk);
+  uploader.add(2, image_of(4 << 20, 2), ids.data());
+  uploader.add(3, image_of(4 << 20, 3), ids.data());
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  Upload none;
+  CHECK(!uploader.take(&none));
+  uploader.cancel(2);
+  CHECK(take(uploader).status == Status::kCancelled);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(!uploader.take(&none));
+  uploader.stop();
+  CHECK(take(uploader).status == Status::kClosed);
   pool.release(ids.data(), kPages);
 }
 
