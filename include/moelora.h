@@ -420,6 +420,9 @@ typedef struct moelora_adapter_info {
   uint64_t file_bytes;
   uint64_t fingerprint;      /* of the contents */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
+  double read_ms;            /* opening its files and reading all of them; 0 of a random adapter */
+  double pack_ms;            /* checking the tensors and packing them in host memory */
+  double upload_ms;          /* its last copy to the device, without the wait for its turn; 0 before the first */
 } moelora_adapter_info;
 #define moelora_adapter_info_init(p) moelora_struct_init((p), sizeof *(p))
 

@@ -52,6 +52,11 @@ void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
   }
   const int32_t slot = find_slot(adapter->image.get());  // a clone's image may be there
   adapter->slot.store(slots_[static_cast<size_t>(slot)].is_loading ? 0 : slot);
+  for (const auto& other : adapters_) {
+    if (other->image == adapter->image) {
+      adapter->upload_ms.store(other->upload_ms.load());
+    }
+  }
   adapters_.push_back(adapter);
   names_[adapter->name] = adapter;
 }
@@ -287,6 +292,11 @@ void AdapterCache::poll(std::vector<FailedUpload>& failed) {
     if (upload.status != Status::kOk || !is_held(upload.image.get())) {
       free_slot(upload.slot);
       continue;
+    }
+    for (const auto& adapter : adapters_) {
+      if (adapter->image == upload.image) {
+        adapter->upload_ms.store(upload.ms);
+      }
     }
     unpublished_.push_back(upload.slot);
     note_slot(upload.image.get(), upload.slot);

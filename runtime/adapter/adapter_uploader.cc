@@ -136,6 +136,7 @@ void AdapterUploader::run() {
     Upload& upload = ring_[index];
     Status status = Status::kOk;
     std::string message;
+    const auto begun = std::chrono::steady_clock::now();
     try {
       if (!entered) {
         device_.enter_thread();
@@ -153,6 +154,7 @@ void AdapterUploader::run() {
       const std::lock_guard<std::mutex> lock(mutex_);
       upload.status = status;
       upload.message = std::move(message);
+      upload.ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begun).count();
       ++num_done_;
     }
     if (wake_) {

@@ -28,6 +28,7 @@ struct Upload {
   const PageId* pages = nullptr;  // host memory
   Status status = Status::kOk;
   std::string message;
+  double ms = 0;  // from its turn to its last byte on the device
 };
 
 class AdapterUploader {
