@@ -683,7 +683,8 @@ enum {
   MOELORA_EVENT_FINISHED = 2,        /* handle: a request; status: how it ended */
   MOELORA_EVENT_ADAPTER_READY = 3,   /* handle: an adapter; status: OK, or why it cannot be resident */
   MOELORA_EVENT_SESSION_EVICTED = 4, /* handle: a session; its KV will be computed again */
-  MOELORA_EVENT_ENGINE_FAILED = 5,
+  MOELORA_EVENT_ENGINE_FAILED = 5,   /* status: why; once to each queue that a request or a prefetch has named, behind
+                                        their own events. A release of the engine is no failure */
   MOELORA_EVENT_WAKE = 6             /* moelora_queue_wake */
 };
 /** since 0.1 */

@@ -129,6 +129,36 @@ void Engine::Parts::fail(Status status, const std::string& message) {
     probes_done = probes_wanted;
   }
   deliver();
+  tell_queues(status);
+}
+
+void Engine::Parts::note_queue(const std::shared_ptr<CompletionQueue>& queue) {
+  if (queue == nullptr || queues.contains(queue)) {
+    return;
+  }
+  if (queues.size() >= num_queues_swept) {
+    std::erase_if(queues, [](const auto& held) { return held.expired(); });
+    num_queues_swept = std::max<size_t>(64, 2 * queues.size());
+  }
+  queue->expect(1);
+  queues.insert(queue);
+}
+
+// Behind the ends of requests, so that this is the last event of the engine. A close is no failure.
+void Engine::Parts::tell_queues(Status status) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& held : queues) {
+    const std::shared_ptr<CompletionQueue> queue = held.lock();
+    if (queue == nullptr) {
+      continue;
+    }
+    if (status == Status::kClosed) {
+      queue->expect(-1);
+    } else {
+      queue->push({EventKind::kEngineFailed, status, 0, 0});
+    }
+  }
+  queues.clear();
 }
 
 void Engine::Parts::check_alive() const {

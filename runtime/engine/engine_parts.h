@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -53,6 +54,8 @@ class Engine::Parts {
   void wake();
   // Under the lock. Throws the failure, if there was one: then nothing runs any more.
   void check_alive() const;
+  // Under the lock, on a thread of the host: the queue, if any, will be told if the engine fails.
+  void note_queue(const std::shared_ptr<CompletionQueue>& queue);
 
   EngineOptions options;
   ModelConfig config;
@@ -75,6 +78,8 @@ class Engine::Parts {
   // Under the lock.
   std::vector<std::shared_ptr<Sequence>> inbox;
   std::vector<Prefetch> prefetches;
+  std::set<std::weak_ptr<CompletionQueue>, std::owner_less<>> queues;  // room for an event is announced to each
+  size_t num_queues_swept = 64;                                        // that many are too many to keep dead ones
   EngineStats counters;
   Status failure = Status::kOk;
   std::string failure_message;
@@ -110,6 +115,7 @@ class Engine::Parts {
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
   void keep_captured_rows();
   void fail(Status status, const std::string& message);
+  void tell_queues(Status status);
   void probe_bandwidth_now();
   void open_device();
   void open_weights(const std::string& model_dir);

@@ -101,6 +101,7 @@ class TokenStream {
   TokenStream(const TokenStream&) = delete;
   TokenStream& operator=(const TokenStream&) = delete;
 
+  [[nodiscard]] const std::shared_ptr<CompletionQueue>& queue() const { return queue_; }
   // Engine thread.
   void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs);
   void capture(int32_t position, const float* logits, float router_gap);
