@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How sequences end, how the engine fails, and what is noted about a step. Engine thread.
 #include <algorithm>
+#include <new>
 
 #include "runtime/engine/engine_parts.h"
 
@@ -140,8 +141,17 @@ void Engine::Parts::note_queue(const std::shared_ptr<CompletionQueue>& queue) {
     std::erase_if(queues, [](const auto& held) { return held.expired(); });
     num_queues_swept = std::max<size_t>(64, 2 * queues.size());
   }
-  queue->expect(1);
-  queues.insert(queue);
+  try {
+    const auto held = queues.insert(queue).first;
+    try {
+      queue->expect(1);
+    } catch (const std::bad_alloc&) {
+      queues.erase(held);
+      throw;
+    }
+  } catch (const std::bad_alloc&) {  // the request is refused as any other, and its session left as it was
+    throw Error(Status::kNomem, "out of host memory for the events of a queue");
+  }
 }
 
 // Behind the ends of requests, so that this is the last event of the engine. A close is no failure.

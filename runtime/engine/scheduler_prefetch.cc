@@ -34,17 +34,21 @@ void Scheduler::prefetch_waiting() {
   if (is_short_) {
     return;
   }
+  const auto num_reclaimable = [&] {
+    int32_t pages = adapters_.num_unwanted_pages();
+    for (const auto& session : sessions_) {
+      pages += session->busy ? 0 : session->kv->pages.size();
+    }
+    return pages;
+  };
   int32_t pages_beside = headroom();
   walk([&](Sequence& sequence, Adapter* adapter) {
     pages_beside += std::max(0, geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size());
     if (adapter == nullptr || adapters_.is_placed(*adapter)) {
       return true;
     }
-    int32_t pages = pool_.num_free() + adapters_.num_unwanted_pages();
-    for (const auto& session : sessions_) {
-      pages += session->busy ? 0 : session->kv->pages.size();
-    }
-    if (pages - adapters_.pages_of(*adapter->image) < pages_beside ||
+    const int32_t lacking = pages_beside + adapters_.pages_of(*adapter->image) - pool_.num_free();
+    if ((lacking > 0 && num_reclaimable() < lacking) ||
         place(*adapter, pages_beside, Evict::kUnwanted) == Residency::kShort || !adapters_.mark_wanted(*adapter)) {
       return false;
     }

@@ -50,26 +50,42 @@ TEST_CASE("a request counts one hit however often it could not start", "[engine]
 
 // One request runs in the only row; how many adapters are there, or on their way, while `adapters` wait.
 struct Queue {
-  Queue(EngineOptions options, const std::vector<uint64_t>& adapters) : setup(prepared(options)) {
-    running = setup.submit(request_of({5, 6, 7}, 300));
-    CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+  explicit Queue(EngineOptions options, const std::vector<uint64_t>& adapters = {}) : setup(prepared(options)) {
+    setup.plan->queued = [this](Stream&) {
+      if (slow) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(4));
+      }
+    };
+    if (!adapters.empty()) {
+      run(request_of({5, 6, 7}, kOutputs));
+    }
     for (const uint64_t seed : adapters) {
       waiting.push_back(setup.submit(request_of({1, 2}, 4, setup.adapter(seed))));
     }
   }
   static EngineOptions prepared(EngineOptions options) {
     options.max_num_sequences = 1;
-    options.output_buffer_tokens = 40;  // it stands still until it is read
     return options;
   }
+  // It takes seconds, until `finish`.
+  void run(const Request& request) {
+    slow = true;
+    running = setup.submit(request);
+    CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+  }
+  [[nodiscard]] bool is_running() const { return !running->stream->finished(); }
   void finish() {
-    CHECK(read_all(*running).size() == 300);
+    CHECK(is_running());
+    slow = false;
+    CHECK(read_all(*running).size() == static_cast<size_t>(running->request.sampling.max_tokens));
     for (const auto& submission : waiting) {
       RequestResult result;
       CHECK(read_all(*submission, &result).size() == 4);
       CHECK(result.status == Status::kOk);
     }
   }
+  static constexpr int32_t kOutputs = 400;
+  std::atomic<bool> slow{false};
   Setup setup;
   std::shared_ptr<Submission> running;
   std::vector<std::shared_ptr<Submission>> waiting;
@@ -116,28 +132,24 @@ TEST_CASE("what the queue wants stays on the device", "[engine]") {
 TEST_CASE("an adapter that is there before its request wants it is not evicted for those before", "[engine]") {
   EngineOptions options;
   options.max_adapters_resident = 2;
-  const Setup setup(Queue::prepared(options));
+  Queue queue(options);
+  const Setup& setup = queue.setup;
   const auto idle = setup.adapter(9);
   const auto late = setup.adapter(1);
   for (const auto& adapter : {late, idle}) {  // `late` is the one that would leave first
     CHECK(read_all(*setup.submit(request_of({1, 2}, 4, adapter))).size() == 4);
   }
-  const auto running = setup.submit(request_of({5, 6, 7}, 300));
-  CHECK(comes_true([&] { return running->stream->unread() > 0; }));
+  queue.run(request_of({5, 6, 7}, Queue::kOutputs));
   const auto first = setup.adapter(2);
-  std::vector<std::shared_ptr<Submission>> waiting;
-  std::vector<Error> errors;
   for (const auto& adapter : {first, late}) {
-    waiting.push_back(make_submission(*setup.engine, request_of({1, 2}, 4, adapter)));
+    queue.waiting.push_back(make_submission(*setup.engine, request_of({1, 2}, 4, adapter)));
   }
-  setup.engine->submit_batch(waiting, &errors);
+  std::vector<Error> errors;
+  setup.engine->submit_batch(queue.waiting, &errors);
   CHECK(comes_true([&] { return first->slot.load() > 0; }));
   CHECK(late->slot.load() > 0);
   CHECK(idle->slot.load() == 0);
-  CHECK(read_all(*running).size() == 300);
-  for (const auto& submission : waiting) {
-    CHECK(read_all(*submission).size() == 4);
-  }
+  queue.finish();
   CHECK(late->loads == 1);
   CHECK(late->hits == 1);
 }
@@ -146,26 +158,28 @@ TEST_CASE("nothing leaves for an adapter of the queue that would not fit neverth
   const Setup quiet;
   const auto small = pages_of(quiet, *quiet.adapter(1));
   const auto large = pages_of(quiet, *quiet.adapter(2, 64));
+  REQUIRE(large > small + kv_pages(quiet, 48));
   EngineOptions options;
-  options.device_memory_bytes = (large + small + kv_pages(quiet, 340)) * quiet.engine->info().page_bytes;
-  const Setup setup(Queue::prepared(options));
+  options.device_memory_bytes =
+      (large + small + kv_pages(quiet, 100 + Queue::kOutputs) + kv_pages(quiet, 48)) * quiet.engine->info().page_bytes;
+  Queue queue(options);
+  const Setup& setup = queue.setup;
   const auto session = setup.engine->create_session(nullptr, 0.0f);
   Request turn = request_of({1, 2, 3}, 20);
   turn.session = session;
   CHECK(read_all(*setup.submit(turn)).size() == 20);
   const auto idle = setup.adapter(1);
   CHECK(read_all(*setup.submit(request_of({1, 2}, 4, idle))).size() == 4);
-  // Its prompt and both adapters do not fit together, even with all that is idle away.
-  const auto running = setup.submit(request_of(std::vector<int32_t>(300, 1), 30, setup.adapter(3, 64)));
-  CHECK(comes_true([&] { return running->stream->unread() > 0; }));
-  const auto waiting = setup.submit(request_of({1, 2}, 4, setup.adapter(2, 64)));
-  std::this_thread::sleep_for(std::chrono::milliseconds(30));
-  const uint64_t loads = setup.engine->stats().adapter_loads;
-  CHECK(waiting->request.adapter->loads == 0);
-  CHECK(setup.engine->stats().sessions_evicted + setup.engine->stats().adapter_evictions <= 1);
-  CHECK(read_all(*running).size() == 30);
-  CHECK(read_all(*waiting).size() == 4);
-  CHECK(setup.engine->stats().adapter_loads == loads + 1);
+  queue.run(request_of(std::vector<int32_t>(100, 1), Queue::kOutputs, setup.adapter(3, 64)));
+  // What is idle is smaller than its adapter, and what is free no larger than its prompt.
+  queue.waiting.push_back(setup.submit(request_of(std::vector<int32_t>(400, 1), 4, setup.adapter(2, 64))));
+  std::this_thread::sleep_for(std::chrono::milliseconds(40));
+  CHECK(queue.is_running());
+  CHECK(queue.waiting[0]->request.adapter->loads == 0);
+  CHECK(setup.engine->stats().sessions_evicted + setup.engine->stats().adapter_evictions == 0);
+  CHECK(idle->slot.load() > 0);
+  queue.finish();
+  CHECK(queue.waiting[0]->request.adapter->loads == 1);
 }
 
 }  // namespace moelora::test
