@@ -420,6 +420,9 @@ typedef struct moelora_adapter_info {
   uint64_t file_bytes;
   uint64_t fingerprint;      /* of the contents */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
+  double read_ms;            /* opening its files and reading all of them; 0 of a random adapter */
+  double pack_ms;            /* checking the tensors and packing them in host memory */
+  double upload_ms;          /* its last copy to the device, without the wait for its turn; 0 before the first */
 } moelora_adapter_info;
 #define moelora_adapter_info_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -695,7 +698,8 @@ enum {
   MOELORA_EVENT_FINISHED = 2,        /* handle: a request; status: how it ended */
   MOELORA_EVENT_ADAPTER_READY = 3,   /* handle: an adapter; status: OK, or why it cannot be resident */
   MOELORA_EVENT_SESSION_EVICTED = 4, /* handle: a session; its KV will be computed again */
-  MOELORA_EVENT_ENGINE_FAILED = 5,
+  MOELORA_EVENT_ENGINE_FAILED = 5,   /* status: why; once to each queue that a request or a prefetch has named, behind
+                                        their own events. A release of the engine is no failure */
   MOELORA_EVENT_WAKE = 6             /* moelora_queue_wake */
 };
 /** since 0.1 */

@@ -2,7 +2,7 @@
 // A device as the runtime sees it: memory, the order of copies and ops, and recorded steps. Ops themselves are in
 // struct Kernels. Nothing above asks which device it is; what differs is answered here. Throws Error{kDeviceNomem} with
 // the numbers, {kCuda}, {kDeviceLost} (after which every call throws it), {kNoDevice}. One thread at a time, except
-// info() and failed allocations, which change nothing.
+// info() and failed allocations, which change nothing, and a copy stream with its fences, which are a second thread's.
 #pragma once
 
 #include <cstddef>
@@ -41,6 +41,18 @@ class Graph {
   Graph& operator=(const Graph&) = delete;
 };
 
+// A point in the order of a stream, marked again and again.
+class Fence {
+ public:
+  Fence() = default;
+  virtual ~Fence() = default;
+  Fence(const Fence&) = delete;
+  Fence& operator=(const Fence&) = delete;
+  virtual void record(Stream& stream) = 0;
+  // Sleeps until all that was queued before the last record is done; returns at once where none was recorded.
+  virtual void wait() = 0;
+};
+
 class Device {
  public:
   Device() = default;
@@ -57,6 +69,15 @@ class Device {
   [[nodiscard]] virtual Dtype activation_dtype() const = 0;
   // Queue of ops; `num_threads` and `scratch_bytes` (a worker) are for the CPU.
   [[nodiscard]] virtual std::unique_ptr<Stream> create_stream(int num_threads, size_t scratch_bytes) = 0;
+
+  // Each thread that works with the device says so once, before its first other call.
+  virtual void enter_thread() = 0;
+  // Queue of copies that run beside the ops of the other stream.
+  [[nodiscard]] virtual std::unique_ptr<Stream> create_copy_stream() = 0;
+  [[nodiscard]] virtual std::unique_ptr<Fence> create_fence() = 0;
+  // Host memory that copies read without the host's help: page-locked on a GPU.
+  [[nodiscard]] virtual std::byte* allocate_staging(size_t bytes, const char* what) = 0;
+  virtual void release_staging(std::byte* memory, size_t bytes) noexcept = 0;
 
   // `what` names the memory in messages. 256-byte aligned; contents undefined, zero on the CPU.
   [[nodiscard]] virtual std::byte* allocate(size_t bytes, const char* what) = 0;

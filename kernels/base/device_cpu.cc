@@ -11,6 +11,13 @@
 namespace moelora {
 namespace {
 
+// Copies are done when they return.
+class FenceCpu final : public Fence {
+ public:
+  void record(Stream&) override {}
+  void wait() override {}
+};
+
 class DeviceCpu final : public Device {
  public:
   [[nodiscard]] DeviceInfo info() const override { return {"cpu"}; }  // runtime/memory/host_resources.h knows
@@ -19,6 +26,12 @@ class DeviceCpu final : public Device {
   [[nodiscard]] std::unique_ptr<Stream> create_stream(int num_threads, size_t scratch_bytes) override {
     return std::make_unique<Stream>(num_threads, scratch_bytes);
   }
+
+  void enter_thread() override {}
+  [[nodiscard]] std::unique_ptr<Stream> create_copy_stream() override { return std::make_unique<Stream>(1, 0); }
+  [[nodiscard]] std::unique_ptr<Fence> create_fence() override { return std::make_unique<FenceCpu>(); }
+  [[nodiscard]] std::byte* allocate_staging(size_t bytes, const char* what) override { return allocate(bytes, what); }
+  void release_staging(std::byte* memory, size_t bytes) noexcept override { release(memory, bytes); }
 
   [[nodiscard]] std::byte* allocate(size_t bytes, const char* what) override {
     // The system backs a page when it is first written.

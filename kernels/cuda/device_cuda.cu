@@ -60,13 +60,27 @@ class StreamCuda final : public Stream {
   std::unique_ptr<CudaStream> state_;
 };
 
+class FenceCuda final : public Fence {
+ public:
+  // A waiting thread sleeps: the engine's own needs the core more.
+  FenceCuda() {
+    check_cuda(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreate");
+  }
+  ~FenceCuda() override { cudaEventDestroy(event_); }
+  void record(Stream& stream) override { check_cuda(cudaEventRecord(event_, cuda_stream(stream)), "cudaEventRecord"); }
+  void wait() override { check_cuda(cudaEventSynchronize(event_), "a copy to the device"); }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
 std::string version_text(int version) {
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 class DeviceCuda final : public Device {
  public:
-  explicit DeviceCuda(int index) {
+  explicit DeviceCuda(int index) : index_(index) {
     int count = 0;
     const cudaError_t error = cudaGetDeviceCount(&count);
     if (error == cudaErrorInsufficientDriver) {
@@ -130,6 +144,20 @@ class DeviceCuda final : public Device {
     state->dense_gemm = DenseGemm::create().release();
     return stream;
   }
+
+  void enter_thread() override { check_cuda(cudaSetDevice(index_), "cudaSetDevice"); }
+  [[nodiscard]] std::unique_ptr<Stream> create_copy_stream() override {
+    auto stream = std::make_unique<StreamCuda>(std::make_unique<CudaStream>());
+    check_cuda(cudaStreamCreateWithFlags(&cuda_state(*stream).stream, cudaStreamNonBlocking), "cudaStreamCreate");
+    return stream;
+  }
+  [[nodiscard]] std::unique_ptr<Fence> create_fence() override { return std::make_unique<FenceCuda>(); }
+  [[nodiscard]] std::byte* allocate_staging(size_t bytes, const char* what) override {
+    void* memory = nullptr;
+    check_cuda(cudaMallocHost(&memory, bytes), what);
+    return static_cast<std::byte*>(memory);
+  }
+  void release_staging(std::byte* memory, size_t) noexcept override { cudaFreeHost(memory); }
 
   [[nodiscard]] std::byte* allocate(size_t bytes, const char* what) override {
     void* memory = nullptr;
@@ -232,6 +260,7 @@ class DeviceCuda final : public Device {
     void* memory = nullptr;
     cudaEvent_t done = nullptr;
   };
+  int index_;
   cudaDeviceProp properties_{};
   Staging staging_[2];
 };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // page_copy: moves bytes between host memory and pool pages, and between pages.
 // copy_pages: pages[to[i]] = pages[from[i]]; all pairs distinct. write_pages: a host byte stream of `bytes` into
-// pages in order; the tail of the last page is left as it was.
+// pages in order; the tail of the last page is left as it was. On CUDA the copy is queued: a page-locked source must
+// stay until the stream has done it, any other is free on return.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +31,6 @@ struct WritePagesArgs {
 void copy_pages_cpu(const CopyPagesArgs& args, Stream& stream);
 void write_pages_cpu(const WritePagesArgs& args, Stream& stream);
 void copy_pages_cuda(const CopyPagesArgs& args, Stream& stream);    // from, to: device memory
-void write_pages_cuda(const WritePagesArgs& args, Stream& stream);  // pages: host memory; returns when source is free
+void write_pages_cuda(const WritePagesArgs& args, Stream& stream);  // pages: host memory, free on return
 
 }  // namespace moelora

@@ -71,7 +71,6 @@ void write_pages_cuda(const WritePagesArgs& args, Stream& stream) {
                "write_pages");
     begin = end;
   }
-  check_cuda(cudaStreamSynchronize(cuda_stream(stream)), "write_pages");
 }
 
 }  // namespace moelora

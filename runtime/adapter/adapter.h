@@ -22,6 +22,7 @@ struct Adapter {
   std::atomic<int32_t> in_flight{0};  // requests submitted and not finished
   std::atomic<bool> unloaded{false};
   std::atomic<uint64_t> requests{0}, tokens{0}, loads{0}, hits{0};
+  std::atomic<double> upload_ms{0};  // of the image's last upload
 };
 
 }  // namespace moelora

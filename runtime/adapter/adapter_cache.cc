@@ -7,14 +7,16 @@
 
 namespace moelora {
 
-AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num_layers, int32_t num_experts,
-                           Device& device)
+AdapterCache::AdapterCache(const AdapterCacheLimits& limits, PagePool& pool, const Kernels& kernels, Device& device,
+                           std::function<void()> on_upload)
     : pool_(pool),
-      num_layers_(num_layers),
-      num_experts_(num_experts),
+      num_layers_(limits.num_layers),
+      num_experts_(limits.num_experts),
       pages_per_slot_(pool.num_pages()),
-      slots_(static_cast<size_t>(num_resident_max) + 1),
-      device_(device) {
+      slots_(static_cast<size_t>(limits.num_resident_max) + 1),
+      device_(device),
+      kernels_(kernels),
+      uploader_(pool, device, kernels, std::move(on_upload), limits.upload_bytes_per_second) {
   // A row as wide as the pool serves every adapter that fits at all; beyond 16 M entries the widest adapter is
   // bounded instead (register_adapter checks).
   const int64_t entries_max = int64_t{16} << 20;
@@ -24,14 +26,15 @@ AdapterCache::AdapterCache(PagePool& pool, int32_t num_resident_max, int32_t num
       device, slots_.size() * static_cast<size_t>(pages_per_slot_) * sizeof(PageId), "page table of adapters");
   if (!device.is_host()) {
     resolved_ = DeviceMemory(device,
-                             slots_.size() * static_cast<size_t>(num_layers) *
+                             slots_.size() * static_cast<size_t>(num_layers_) *
                                  static_cast<size_t>(table().modules_per_layer()) * sizeof(ResolvedLora),
                              "records of adapters (max_adapters_resident)");
   }
-  uploads_.reserve(slots_.size());
+  unpublished_.reserve(slots_.size());
 }
 
 AdapterCache::~AdapterCache() {
+  stop_uploads();
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     pool_.release(page_row(static_cast<int32_t>(slot)), slots_[slot].num_pages);
   }
@@ -44,8 +47,15 @@ void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
                                           " pages; an adapter can have at most " + std::to_string(pages_per_slot_) +
                                           " (raise device_memory_bytes or lower max_adapters_resident)");
   }
-  if (!is_held(adapter->image.get())) {
+  if (!is_registered(adapter->image.get())) {
     host_bytes_ += adapter->image->stream.size();
+  }
+  const int32_t slot = find_slot(adapter->image.get());  // a clone's image may be there
+  adapter->slot.store(slots_[static_cast<size_t>(slot)].is_loading ? 0 : slot);
+  for (const auto& other : adapters_) {
+    if (other->image == adapter->image) {
+      adapter->upload_ms.store(other->upload_ms.load());
+    }
   }
   adapters_.push_back(adapter);
   names_[adapter->name] = adapter;
@@ -57,9 +67,16 @@ void AdapterCache::remove(const Adapter& adapter) {
     names_.erase(named);
   }
   const AdapterImage* image = adapter.image.get();
-  const size_t before = adapters_.size();
-  std::erase_if(adapters_, [&](const auto& held) { return held.get() == &adapter; });
-  if (adapters_.size() < before && !is_held(image)) {
+  const auto at =
+      std::find_if(adapters_.begin(), adapters_.end(), [&](const auto& held) { return held.get() == &adapter; });
+  if (at == adapters_.end()) {
+    return;
+  }
+  if (adapter.in_flight.load() > 0) {
+    leaving_.push_back(*at);
+  }
+  adapters_.erase(at);
+  if (!is_registered(image)) {
     host_bytes_ -= image->stream.size();
   }
 }
@@ -92,9 +109,15 @@ bool AdapterCache::is_pinned(const AdapterImage* image) const {
                      [&](const auto& adapter) { return adapter->image.get() == image && adapter->pins.load() > 0; });
 }
 
-bool AdapterCache::is_held(const AdapterImage* image) const {
+bool AdapterCache::is_registered(const AdapterImage* image) const {
   return std::any_of(adapters_.begin(), adapters_.end(),
                      [&](const auto& adapter) { return adapter->image.get() == image; });
+}
+
+bool AdapterCache::is_held(const AdapterImage* image) const {
+  return is_registered(image) || std::any_of(leaving_.begin(), leaving_.end(), [&](const auto& adapter) {
+           return adapter->image.get() == image && adapter->in_flight.load() > 0;
+         });
 }
 
 void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
@@ -105,36 +128,52 @@ void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
   }
 }
 
-int32_t AdapterCache::try_acquire(Adapter& adapter) {
+Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
   int32_t slot = find_slot(adapter.image.get());
   if (slot > 0) {
-    ++num_hits_;
-    ++adapter.hits;
-  } else {
+    return slots_[static_cast<size_t>(slot)].is_loading ? Residency::kLoading : Residency::kResident;
+  }
+  if (uploader_.is_full()) {
+    return Residency::kLoading;
+  }
+  slot = find_slot(nullptr);
+  while (slot == 0 && evict_idle(evict)) {
     slot = find_slot(nullptr);
-    while (slot == 0 && evict_idle()) {
-      slot = find_slot(nullptr);
-    }
-    if (slot == 0) {
-      return 0;
-    }
-    Slot& entry = slots_[static_cast<size_t>(slot)];
-    const int32_t count = pages_of(*adapter.image);
-    if (!pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
-      return 0;
-    }
-    entry.image = adapter.image;
-    entry.num_pages = count;
-    entry.users = 0;
-    uploads_.push_back(slot);
-    ++num_loads_;
-    ++adapter.loads;
-    note_slot(adapter.image.get(), slot);
+  }
+  const int32_t count = pages_of(*adapter.image);
+  if (slot == 0 || pool_.num_free() - count < pages_beside ||
+      !pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
+    return Residency::kShort;
   }
   Slot& entry = slots_[static_cast<size_t>(slot)];
+  entry.image = adapter.image;
+  entry.num_pages = count;
+  entry.users = 0;
+  entry.is_loading = true;
+  entry.is_given_up = entry.is_wanted = false;
+  entry.last_used = ++clock_;
+  ++num_loads_;
+  ++adapter.loads;
+  uploader_.add(slot, adapter.image, page_row(slot));
+  return Residency::kLoading;
+}
+
+int32_t AdapterCache::acquire(Adapter& adapter) {
+  const int32_t slot = find_slot(adapter.image.get());
+  Slot& entry = slots_[static_cast<size_t>(slot)];
+  MOELORA_ASSERT(slot > 0 && !entry.is_loading);
   ++entry.users;
   entry.last_used = ++clock_;
   return slot;
+}
+
+void AdapterCache::note_start(Adapter& adapter, bool is_first) {
+  Slot& entry = slots_[static_cast<size_t>(find_slot(adapter.image.get()))];
+  if (is_first && !entry.is_fresh) {
+    ++num_hits_;
+    ++adapter.hits;
+  }
+  entry.is_fresh = false;
 }
 
 bool AdapterCache::can_place(const Adapter& adapter) const {
@@ -152,25 +191,47 @@ void AdapterCache::release(int32_t slot) {
 
 void AdapterCache::free_slot(int32_t slot) {
   Slot& entry = slots_[static_cast<size_t>(slot)];
-  MOELORA_ASSERT(entry.users == 0);
+  MOELORA_ASSERT(entry.users == 0 && !entry.is_loading);
   note_slot(entry.image.get(), 0);
-  std::erase(uploads_, slot);
+  std::erase(unpublished_, slot);
   pool_.release(page_row(slot), entry.num_pages);
   entry.num_pages = 0;
   entry.image.reset();
 }
 
-bool AdapterCache::evict_idle() {
+void AdapterCache::forget_wanted() {
+  for (Slot& slot : slots_) {
+    slot.is_wanted = false;
+  }
+}
+
+bool AdapterCache::mark_wanted(const Adapter& adapter) {
+  const int32_t slot = find_slot(adapter.image.get());
+  slots_[static_cast<size_t>(slot)].is_wanted = true;
+  return slot > 0;
+}
+
+bool AdapterCache::may_leave(const Slot& slot, Evict evict) const {
+  return slot.image != nullptr && slot.users == 0 && !slot.is_loading && (evict == Evict::kAny || !slot.is_wanted) &&
+         !is_pinned(slot.image.get());
+}
+
+int32_t AdapterCache::num_unwanted_pages() const {
+  int32_t pages = 0;
+  for (const Slot& slot : slots_) {
+    pages += may_leave(slot, Evict::kUnwanted) ? slot.num_pages : 0;
+  }
+  return pages;
+}
+
+bool AdapterCache::evict_idle(Evict evict) {
   int32_t oldest = 0;
+  const auto leaves_before = [](const Slot& a, const Slot& b) {
+    return a.is_wanted != b.is_wanted ? b.is_wanted : a.last_used < b.last_used;
+  };
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    const Slot& entry = slots_[slot];
-    if (entry.image == nullptr || entry.users > 0) {
-      continue;
-    }
-    if (oldest != 0 && entry.last_used >= slots_[static_cast<size_t>(oldest)].last_used) {
-      continue;
-    }
-    if (!is_pinned(entry.image.get())) {
+    if ((oldest == 0 || leaves_before(slots_[slot], slots_[static_cast<size_t>(oldest)])) &&
+        may_leave(slots_[slot], evict)) {
       oldest = static_cast<int32_t>(slot);
     }
   }
@@ -183,35 +244,78 @@ bool AdapterCache::evict_idle() {
 }
 
 void AdapterCache::collect() {
+  std::erase_if(leaving_, [](const auto& adapter) { return adapter->in_flight.load() == 0; });
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
-    if (entry.image != nullptr && entry.users == 0 && !is_held(entry.image.get())) {
+    if (entry.image == nullptr || entry.users > 0 || is_held(entry.image.get())) {
+      continue;
+    }
+    if (entry.is_loading) {
+      give_up(static_cast<int32_t>(slot));
+    } else {
       free_slot(static_cast<int32_t>(slot));
     }
   }
 }
 
-void AdapterCache::upload(const Kernels& kernels, Stream& stream) {
-  for (const int32_t slot : uploads_) {
-    const Slot& entry = slots_[static_cast<size_t>(slot)];
-    WritePagesArgs args;
-    args.pool = pool_.base();
-    args.page_bytes = pool_.page_bytes();
-    args.source = entry.image->stream.data();
-    args.bytes = static_cast<int64_t>(entry.image->stream.size());
-    args.pages = page_row(slot);
-    kernels.write_pages(args, stream);
+void AdapterCache::give_up(int32_t slot) {
+  slots_[static_cast<size_t>(slot)].is_given_up = true;
+  uploader_.cancel(slot);
+}
+
+bool AdapterCache::give_up_newest_upload() {
+  int32_t newest = 0;
+  for (size_t slot = 1; slot < slots_.size(); ++slot) {
+    if (slots_[slot].is_loading &&
+        (newest == 0 || slots_[slot].last_used > slots_[static_cast<size_t>(newest)].last_used)) {
+      newest = static_cast<int32_t>(slot);
+    }
+    if (slots_[slot].is_loading && slots_[slot].is_given_up) {
+      return true;
+    }
+  }
+  if (newest > 0) {
+    give_up(newest);
+  }
+  return newest > 0;
+}
+
+void AdapterCache::poll(std::vector<FailedUpload>& failed) {
+  for (Upload upload; uploader_.take(&upload);) {
+    Slot& entry = slots_[static_cast<size_t>(upload.slot)];
+    entry.is_loading = false;
+    entry.is_fresh = true;
+    entry.last_used = ++clock_;
+    if (upload.status != Status::kOk && upload.status != Status::kCancelled) {
+      failed.push_back({upload.image, upload.status, upload.message});
+    }
+    if (upload.status != Status::kOk || !is_held(upload.image.get())) {
+      free_slot(upload.slot);
+      continue;
+    }
+    for (const auto& adapter : adapters_) {
+      if (adapter->image == upload.image) {
+        adapter->upload_ms.store(upload.ms);
+      }
+    }
+    unpublished_.push_back(upload.slot);
+    note_slot(upload.image.get(), upload.slot);
+  }
+}
+
+void AdapterCache::publish(Stream& stream) {
+  for (const int32_t slot : unpublished_) {
     const size_t pitch = static_cast<size_t>(pages_per_slot_) * sizeof(PageId);
     device_.push(page_table_->mirror(), static_cast<size_t>(slot) * pitch,
-                 static_cast<size_t>(entry.num_pages) * sizeof(PageId), stream);
-    if (kernels.lora_resolve != nullptr) {
+                 static_cast<size_t>(slots_[static_cast<size_t>(slot)].num_pages) * sizeof(PageId), stream);
+    if (kernels_.lora_resolve != nullptr) {
       const AdapterTable resolved = table();
       auto* out = reinterpret_cast<ResolvedLora*>(resolved_.data()) +
                   int64_t{slot} * resolved.num_layers * resolved.modules_per_layer();
-      kernels.lora_resolve({resolved, slot, out}, stream);
+      kernels_.lora_resolve({resolved, slot, out}, stream);
     }
   }
-  uploads_.clear();
+  unpublished_.clear();
 }
 
 AdapterTable AdapterCache::table() const {
@@ -227,15 +331,15 @@ AdapterTable AdapterCache::table() const {
 }
 
 int32_t AdapterCache::num_resident() const {
-  return static_cast<int32_t>(
-      std::count_if(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.image != nullptr; }));
+  return static_cast<int32_t>(std::count_if(
+      slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.image != nullptr && !slot.is_loading; }));
 }
 
 void AdapterCache::audit() const {
   int32_t pages = 0;
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
-    MOELORA_ASSERT(entry.users == 0 || entry.image != nullptr);
+    MOELORA_ASSERT(entry.users == 0 || (entry.image != nullptr && !entry.is_loading));
     if (entry.image == nullptr) {
       continue;
     }

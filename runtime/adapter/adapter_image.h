@@ -33,6 +33,8 @@ struct AdapterImage {
   uint64_t expert_matrix_bytes = 0;
   uint64_t file_bytes = 0;
   uint64_t fingerprint = 0;  // of config and weights bytes
+  double read_ms = 0;        // opening the files and bringing all their bytes to memory; 0 of a random one
+  double pack_ms = 0;        // checking them and making the stream
   std::vector<std::string> warnings;
 };
 

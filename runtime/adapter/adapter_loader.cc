@@ -2,6 +2,7 @@
 // PEFT adapters from a folder or from memory to an AdapterImage: config, pairs, records, stream, in that order. Each
 // file is opened once, so that what was checked is what is packed.
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <filesystem>
 #include <set>
@@ -18,6 +19,12 @@ namespace moelora {
 namespace {
 
 constexpr size_t kConfigBytesMax = size_t{16} << 20;
+
+using Clock = std::chrono::steady_clock;
+
+double ms_since(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
 
 // 64-bit hash over words in four independent lanes: as fast as memory, where a byte-wise hash would take longer than
 // the load. For telling adapters apart, not against an adversary.
@@ -133,8 +140,9 @@ void refuse_saved_modules(const LoadContext& context) {
 
 std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, const std::string& config_source,
                                                 const SafetensorsFile& file, const ModelConfig& model,
-                                                const AdapterLoadOptions& options) {
+                                                const AdapterLoadOptions& options, Clock::time_point start) {
   auto image = std::make_shared<AdapterImage>();
+  image->read_ms = ms_since(start);  // the files are open
   const AdapterConfig config = parse_adapter_config(config_json, config_source);
   image->warnings = config.warnings;
   const LoadContext context{model, config, options, file.path(), image->warnings};
@@ -148,6 +156,11 @@ std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, 
   }
   append_expert_records(found.pairs, context, records);
   warn_unused_targets(found.pairs, context);
+  // Before packing: the hash reads all in order, so that the times of reading and packing can be told apart.
+  const auto reading = Clock::now();
+  const auto* text = reinterpret_cast<const std::byte*>(config_json.data());
+  image->fingerprint = hash_bytes(file.data(), file.bytes(), hash_bytes(text, config_json.size(), 0));
+  image->read_ms += ms_since(reading);
   image->stream = pack_adapter(model, records, file.path());
   describe(records, *image);
   image->alpha = static_cast<float>(config.alpha);
@@ -156,8 +169,7 @@ std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, 
   image->num_tensors_unmatched = found.num_unmatched;
   image->dtype = stored_dtype(found.pairs);
   image->file_bytes = file.bytes();
-  const auto* text = reinterpret_cast<const std::byte*>(config_json.data());
-  image->fingerprint = hash_bytes(file.data(), file.bytes(), hash_bytes(text, config_json.size(), 0));
+  image->pack_ms = ms_since(start) - image->read_ms;
   return image;
 }
 
@@ -165,6 +177,7 @@ std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, 
 
 std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
                                                      const AdapterLoadOptions& options) {
+  const auto start = Clock::now();
   const std::string config_path = dir + "/adapter_config.json";
   const std::string weights_path = dir + "/adapter_model.safetensors";
   const std::string config_json = read_text(config_path, kConfigBytesMax);
@@ -174,14 +187,15 @@ std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, con
     throw Error{Status::kUnsupported, pickle_path + ": a pickle file is not read; save the adapter as safetensors"};
   }
   const auto file = SafetensorsFile::open(weights_path);
-  return build_image(config_json, config_path, *file, config, options);
+  return build_image(config_json, config_path, *file, config, options, start);
 }
 
 std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
                                                         size_t weights_bytes, const ModelConfig& config,
                                                         const AdapterLoadOptions& options) {
+  const auto start = Clock::now();
   const auto file = SafetensorsFile::from_memory(weights, weights_bytes, "adapter_model.safetensors");
-  return build_image(config_json, "adapter_config.json", *file, config, options);
+  return build_image(config_json, "adapter_config.json", *file, config, options, start);
 }
 
 std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, int32_t rank, bool attention,
@@ -189,6 +203,7 @@ std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, in
   if (rank < 1 || (!attention && !experts)) {
     throw Error{Status::kInvalid, "a random adapter needs a rank of at least 1 and a target"};
   }
+  const auto start = Clock::now();
   std::vector<AdapterRecord> records;
   const auto add = [&](int32_t layer, int32_t expert, int32_t module, LinearShape shape) {
     AdapterRecord record;
@@ -227,6 +242,7 @@ std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, in
   image->alpha = static_cast<float>(rank);
   image->dtype = "BF16";
   image->fingerprint = hash_bytes(image->stream.data(), image->stream.size(), seed);
+  image->pack_ms = ms_since(start);
   return image;
 }
 

@@ -240,6 +240,9 @@ moelora_status moelora_adapter_info_get(moelora_engine* engine, moelora_adapter 
     out.file_bytes = image.file_bytes;
     out.fingerprint = image.fingerprint;
     copy_text(out.dtype, sizeof out.dtype, image.dtype);
+    out.read_ms = image.read_ms;
+    out.pack_ms = image.pack_ms;
+    out.upload_ms = found->upload_ms.load();
     write_struct(info, out);
     return Status::kOk;
   });

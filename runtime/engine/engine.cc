@@ -17,11 +17,12 @@ bool Engine::Parts::step() {
   const double start = now_ms();
   {
     const std::lock_guard<std::mutex> lock(mutex);
-    admit(start);                 // submitted requests become sequences; the cancelled and late leave
-    scheduler->schedule(batch_);  // who runs, with how many tokens; pages and adapter slots are taken
+    admit(start);                        // submitted requests become sequences; the cancelled and late leave
+    scheduler->schedule(batch_, start);  // who runs, with how many tokens; pages and adapter slots are taken
+    admit_prefetches();
   }
   if (!batch_.entries.empty()) {
-    stage();    // the batch as flat arrays; adapters placed by schedule are copied into their pages
+    stage();    // the batch as flat arrays; the device is told of adapters that have arrived
     forward();  // layers; logits of the wanted rows
     if (device->is_asynchronous()) {
       emit();  // what the step before gave, while this one runs
@@ -47,6 +48,7 @@ bool Engine::Parts::step() {
 }
 
 void Engine::Parts::admit(double now) {
+  poll_uploads(now);
   if (collect_adapters) {
     adapters->collect();
   }
@@ -56,7 +58,6 @@ void Engine::Parts::admit(double now) {
   trim_pages = -1;
   admit_inbox();
   end_by_host(now);
-  admit_prefetches();
 }
 
 void Engine::Parts::admit_inbox() {
@@ -68,7 +69,7 @@ void Engine::Parts::admit_inbox() {
 }
 
 void Engine::Parts::stage() {
-  adapters->upload(*kernels, *stream);
+  adapters->publish(*stream);
   for (const BatchEntry& entry : batch_.entries) {
     Sequence& sequence = *entry.sequence;
     if (sequence.started_ms == 0) {
@@ -194,14 +195,15 @@ void Engine::Parts::deliver() {
 }
 
 void Engine::Parts::run() {
+  bool entered = false;
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex);
       if (stopping) {
         return;
       }
-      const bool has_work = !inbox.empty() || !prefetches.empty() || collect_adapters || trim_pages >= 0 ||
-                            !scheduler->running().empty() || !scheduler->waiting().empty();
+      const bool has_work = !inbox.empty() || !prefetches.empty() || adapters->is_uploading() || collect_adapters ||
+                            trim_pages >= 0 || !scheduler->running().empty() || !scheduler->waiting().empty();
       if (!has_work && probes_wanted == probes_done) {
         work.wait(lock, [&] { return stopping || woken; });
         woken = false;
@@ -211,6 +213,10 @@ void Engine::Parts::run() {
       }
     }
     try {
+      if (!entered) {
+        device->enter_thread();
+        entered = true;
+      }
       probe_bandwidth_now();
       if (step()) {
         continue;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // How sequences end, how the engine fails, and what is noted about a step. Engine thread.
 #include <algorithm>
+#include <new>
 
 #include "runtime/engine/engine_parts.h"
 
@@ -46,6 +47,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
     result.decode_ms = now - first;
   } else {
     result.queue_ms = now - submission.submitted_ms;
+    result.adapter_wait_ms = sequence.adapter_wanted_ms > 0 ? now - sequence.adapter_wanted_ms : 0;
   }
   Session* session = sequence.request().session.get();
   if (session != nullptr) {
@@ -75,8 +77,9 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   if (reason == FinishReason::kError || reason == FinishReason::kDeadline) {
     ++counters.requests_failed;
   }
-  if (sequence.request().adapter != nullptr) {
-    --sequence.request().adapter->in_flight;
+  if (Adapter* adapter = sequence.request().adapter.get(); adapter != nullptr) {
+    --adapter->in_flight;
+    collect_adapters = collect_adapters || adapter->unloaded.load();  // perhaps its last user
   }
   scheduler->finish(sequence);  // `sequence` may be gone after this
   if (session != nullptr) {
@@ -127,6 +130,45 @@ void Engine::Parts::fail(Status status, const std::string& message) {
     probes_done = probes_wanted;
   }
   deliver();
+  tell_queues(status);
+}
+
+void Engine::Parts::note_queue(const std::shared_ptr<CompletionQueue>& queue) {
+  if (queue == nullptr || queues.contains(queue)) {
+    return;
+  }
+  if (queues.size() >= num_queues_swept) {
+    std::erase_if(queues, [](const auto& held) { return held.expired(); });
+    num_queues_swept = std::max<size_t>(64, 2 * queues.size());
+  }
+  try {
+    const auto held = queues.insert(queue).first;
+    try {
+      queue->expect(1);
+    } catch (const std::bad_alloc&) {
+      queues.erase(held);
+      throw;
+    }
+  } catch (const std::bad_alloc&) {  // the request is refused as any other, and its session left as it was
+    throw Error(Status::kNomem, "out of host memory for the events of a queue");
+  }
+}
+
+// Behind the ends of requests, so that this is the last event of the engine. A close is no failure.
+void Engine::Parts::tell_queues(Status status) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (const auto& held : queues) {
+    const std::shared_ptr<CompletionQueue> queue = held.lock();
+    if (queue == nullptr) {
+      continue;
+    }
+    if (status == Status::kClosed) {
+      queue->expect(-1);
+    } else {
+      queue->push({EventKind::kEngineFailed, status, 0, 0});
+    }
+  }
+  queues.clear();
 }
 
 void Engine::Parts::check_alive() const {
@@ -135,35 +177,68 @@ void Engine::Parts::check_alive() const {
   }
 }
 
-// Prefetched adapters are acquired like those of a request and released at once: resident, idle, most recently used.
+// Adapters that have arrived are resident from here on. One that did not ends the requests that wait for it.
+void Engine::Parts::poll_uploads(double now) {
+  adapters->poll(failed_uploads_);
+  for (const FailedUpload& failed : failed_uploads_) {
+    if (failed.status == Status::kDeviceLost) {
+      throw Error(failed.status, failed.message);
+    }
+    const auto& waiting = scheduler->waiting();
+    for (size_t i = 0; i < waiting.size();) {
+      Sequence& sequence = *waiting[i];
+      const Adapter* adapter = sequence.request().adapter.get();
+      if (adapter == nullptr || adapter->image != failed.image) {
+        ++i;
+        continue;
+      }
+      end_sequence(sequence, FinishReason::kError, failed.status, "adapter '" + adapter->name + "': " + failed.message,
+                   now);
+    }
+    for (Prefetch& prefetch : prefetches) {
+      if (prefetch.adapter->image == failed.image) {
+        prefetch.answered = true;
+        prefetch.status = failed.status;
+      }
+    }
+  }
+  failed_uploads_.clear();
+}
+
+// After schedule: adapters of waiting requests come first. A prefetched one is used once: idle, most recently used.
 void Engine::Parts::admit_prefetches() {
   for (Prefetch& prefetch : prefetches) {
-    int32_t slot = adapters->try_acquire(*prefetch.adapter);
-    while (slot == 0 && scheduler->reclaim_idle()) {
-      slot = adapters->try_acquire(*prefetch.adapter);
-    }
-    if (slot == 0) {
-      prefetch.impossible = !adapters->can_place(*prefetch.adapter);
+    Adapter& adapter = *prefetch.adapter;
+    if (prefetch.answered) {
       continue;
     }
-    adapters->release(slot);
-    prefetch.resident = true;
+    if (adapter.unloaded.load()) {
+      prefetch.answered = true;
+      prefetch.status = Status::kNotFound;
+      continue;
+    }
+    Residency residency = Residency::kShort;
+    if (adapters->is_placed(adapter) || !scheduler->is_short()) {
+      residency = scheduler->place(adapter, scheduler->headroom(), Evict::kUnwanted);
+    }
+    if (residency == Residency::kResident) {
+      adapters->release(adapters->acquire(adapter));
+      adapters->note_start(adapter, false);
+      prefetch.answered = true;
+    } else if (residency == Residency::kShort && !adapters->can_place(adapter)) {
+      prefetch.answered = true;
+      prefetch.status = Status::kDeviceNomem;
+    }
   }
 }
 
 void Engine::Parts::finish_prefetches() {
   const std::lock_guard<std::mutex> lock(mutex);
-  if (prefetches.empty()) {
-    return;
-  }
-  adapters->upload(*kernels, *stream);  // a step without rows has not done it
   std::erase_if(prefetches, [](const Prefetch& prefetch) {
-    const bool answered = prefetch.resident || prefetch.impossible;
-    if (answered && prefetch.queue != nullptr) {
-      const Status status = prefetch.resident ? Status::kOk : Status::kDeviceNomem;
-      prefetch.queue->push({EventKind::kAdapterReady, status, prefetch.handle, prefetch.tag});
+    if (prefetch.answered && prefetch.queue != nullptr) {
+      prefetch.queue->push({EventKind::kAdapterReady, prefetch.status, prefetch.handle, prefetch.tag});
     }
-    return answered;
+    return prefetch.answered;
   });
 }
 

@@ -199,6 +199,7 @@ void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
   if (adapter != nullptr && adapter->unloaded.load()) {
     throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
   }
+  parts.note_queue(sequence->submission->stream->queue());
   if (adapter != nullptr) {
     ++adapter->in_flight;
     ++adapter->requests;

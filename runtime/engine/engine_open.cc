@@ -126,15 +126,20 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   const int32_t rank_limit = (info.max_lora_rank + kTileRanks - 1) / kTileRanks * kTileRanks;
   workspace =
       std::make_unique<Workspace>(config, WorkspaceLimits{info.max_batch_tokens, logit_rows, rank_limit}, *device);
-  info.workspace_bytes = workspace->bytes();
+  info.workspace_bytes =
+      workspace->bytes() + (device->is_host() ? AdapterUploader::staging_bytes(info.page_bytes, true) : 0);
   const uint64_t free_bytes = device->is_host() ? host_resources().memory_free_bytes : device->info().memory_free_bytes;
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
-  adapters =
-      std::make_unique<AdapterCache>(*pool, info.max_adapters_resident, config.num_layers, config.num_experts, *device);
-  const SchedulerLimits limits{info.max_num_sequences, info.max_batch_tokens, logit_rows,
+  adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
+                                                               config.num_experts, options.upload_bytes_per_second},
+                                            *pool, *kernels, *device, [this] { wake(); });
+  const SchedulerLimits limits{info.max_num_sequences,
+                               info.max_batch_tokens,
+                               logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
+                               static_cast<int32_t>(options.prefetch_requests),
                                static_cast<int32_t>(options.output_buffer_tokens)};
   scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
   step_input = std::make_unique<StepInput>(
@@ -155,6 +160,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
 
 Engine::Parts::~Parts() {
   stop();
+  adapters->stop_uploads();  // it wakes the engine, which needs the lock
   const std::lock_guard<std::mutex> lock(mutex);
   // Hosts may still hold sessions; their leases must not outlive the pool.
   scheduler->drop_all_pages();

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -24,11 +25,11 @@ double now_ms();  // monotonic
 
 struct Prefetch {
   std::shared_ptr<Adapter> adapter;
-  std::shared_ptr<CompletionQueue> queue;
+  std::shared_ptr<CompletionQueue> queue;  // null: nobody is told
   uint64_t handle = 0;
   uint64_t tag = 0;
-  bool resident = false;
-  bool impossible = false;  // every slot is pinned
+  bool answered = false;
+  Status status = Status::kOk;
 };
 
 // A token or an end that commit or admit decided and emit hands out, without the lock. On a device that works beside
@@ -54,6 +55,8 @@ class Engine::Parts {
   void wake();
   // Under the lock. Throws the failure, if there was one: then nothing runs any more.
   void check_alive() const;
+  // Under the lock, on a thread of the host: the queue, if any, will be told if the engine fails.
+  void note_queue(const std::shared_ptr<CompletionQueue>& queue);
 
   EngineOptions options;
   ModelConfig config;
@@ -76,6 +79,8 @@ class Engine::Parts {
   // Under the lock.
   std::vector<std::shared_ptr<Sequence>> inbox;
   std::vector<Prefetch> prefetches;
+  std::set<std::weak_ptr<CompletionQueue>, std::owner_less<>> queues;  // room for an event is announced to each
+  size_t num_queues_swept = 64;                                        // that many are too many to keep dead ones
   EngineStats counters;
   Status failure = Status::kOk;
   std::string failure_message;
@@ -103,6 +108,7 @@ class Engine::Parts {
 
   void admit_inbox();
   void end_by_host(double now);
+  void poll_uploads(double now);
   void admit_prefetches();
   void finish_prefetches();
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
@@ -110,6 +116,7 @@ class Engine::Parts {
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
   void keep_captured_rows();
   void fail(Status status, const std::string& message);
+  void tell_queues(Status status);
   void probe_bandwidth_now();
   void open_device();
   void open_weights(const std::string& model_dir);
@@ -121,8 +128,9 @@ class Engine::Parts {
 
   Batch batch_;
   std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
-  std::vector<float> captured_;                 // one row of logits on its way to a reader
-  uint32_t totals_before_[2] = {0, 0};          // of MoeOrder::totals, at the last step
+  std::vector<FailedUpload> failed_uploads_;
+  std::vector<float> captured_;         // one row of logits on its way to a reader
+  uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step
   std::vector<SampleOutput> outputs_;
   std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
   size_t num_emissions_ = 0;

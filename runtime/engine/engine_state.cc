@@ -91,7 +91,8 @@ void Engine::prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shar
     if (adapter->unloaded.load()) {
       throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
     }
-    parts_->prefetches.push_back({adapter, std::move(queue), handle, tag, false});
+    parts_->note_queue(queue);
+    parts_->prefetches.push_back({adapter, std::move(queue), handle, tag});
   }
   parts_->wake();
 }

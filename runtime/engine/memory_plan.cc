@@ -6,6 +6,7 @@
 
 #include "kernels/base/device.h"
 #include "kernels/lora/adapter_layout.h"
+#include "runtime/adapter/adapter_uploader.h"
 #include "runtime/engine/apart.h"
 #include "runtime/memory/host_resources.h"
 #include "runtime/model/weights.h"
@@ -132,10 +133,11 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
   const auto sequences = static_cast<int32_t>(options.max_num_sequences);
   plan.workspace_bytes = Workspace::bytes_needed(config, WorkspaceLimits{rows, sequences, rank_limit},
                                                  is_cuda(options) ? Dtype::kBf16 : Dtype::kF32);
-
   const KvGeometry geometry = choose_kv_geometry(config.num_layers, config.num_kv_heads, config.head_dim,
                                                  static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
   const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
+  plan.staging_bytes = AdapterUploader::staging_bytes(geometry.page_bytes, !is_cuda(options));
+  plan.workspace_bytes += is_cuda(options) ? 0 : plan.staging_bytes;
   // A GPU's pool comes after weights and workspace; the CPU's weights are a mapped file.
   const uint64_t before = is_cuda(options) ? plan.weight_bytes + plan.workspace_bytes : 0;
   const uint64_t left_for_pool = plan.available_bytes - std::min(plan.available_bytes, before);

@@ -44,11 +44,13 @@ struct EngineOptions {
   double device_memory_fraction = 0.0;    // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
   int64_t host_memory_bytes = 0;          // host copies of adapters; 0 = no limit
   int64_t max_adapters_resident = 64;
+  int64_t upload_bytes_per_second = 0;  // of adapters to the device; 0 = as fast as it goes
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 0;    // rows of a step; 0 = 512 on the CPU, 4096 on a GPU
   int64_t max_queued_requests = 1024;
+  int64_t prefetch_requests = 8;            // of those who wait; their adapters come ahead
   int64_t max_context_tokens = 0;           // 0 = the model's
   int64_t output_buffer_tokens = 4096;      // tokens a request holds unread before it pauses
   std::string overrun = "pause";            // pause | fail

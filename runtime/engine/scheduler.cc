@@ -88,31 +88,50 @@ void Scheduler::schedule_running(Batch& batch, bool decode) {
       ++i;
       continue;
     }
-    if (!ensure_pages(sequence, sequence.kv->length + count, batch)) {
+    const Room room = ensure_pages(sequence, sequence.kv->length + count, batch);
+    if (room == Room::kNone) {
       preempt(sequence);
       continue;
     }
-    add_entry(batch, sequence, count);
+    if (room == Room::kTaken) {
+      add_entry(batch, sequence, count);
+    }
     ++i;
   }
 }
 
-bool Scheduler::try_start(Sequence& sequence) {
+int32_t Scheduler::headroom() const {
+  return static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
+}
+
+Residency Scheduler::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
+  Residency residency = adapters_.place(adapter, pages_beside, evict);
+  // Where no slot is free, idle sessions cannot help.
+  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict)) {
+    residency = adapters_.place(adapter, pages_beside, evict);
+  }
+  return residency;
+}
+
+Residency Scheduler::try_start(Sequence& sequence) {
   Adapter* adapter = sequence.request().adapter.get();
   if (adapter != nullptr && sequence.row_scale != 0.0f) {
-    int32_t slot = adapters_.try_acquire(*adapter);
-    while (slot == 0 && reclaim_idle()) {
-      slot = adapters_.try_acquire(*adapter);
+    // What is short goes to those before: placing this one's adapter could cost them theirs, again and again.
+    const bool was_placed = adapters_.is_placed(*adapter);
+    if (is_short_ && !was_placed) {
+      return Residency::kShort;
     }
-    if (slot == 0) {
-      return false;
+    const int32_t pages = geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size();
+    const Residency residency = place(*adapter, std::max(0, pages) + headroom());
+    if (residency != Residency::kResident) {
+      sequence.num_uploads += !was_placed && adapters_.is_placed(*adapter) ? 1 : 0;
+      return residency;
     }
-    sequence.slot = slot;
+    sequence.slot = adapters_.acquire(*adapter);
   }
   sequence.kv->make_tail_private(geometry_, pool_);
   // A block of headroom for each running sequence, or admitting one now would preempt one soon.
-  const auto headroom = static_cast<int32_t>(running_.size()) * geometry_.layout.num_groups;
-  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom) {
+  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom()) {
     if (reclaim_idle()) {
       continue;
     }
@@ -121,14 +140,14 @@ bool Scheduler::try_start(Sequence& sequence) {
     }
     sequence.slot = 0;
     sequence.kv->truncate(geometry_, sequence.kv->length);
-    return false;
+    return Residency::kShort;
   }
   sequence.batch_row = free_rows_.back();
   free_rows_.pop_back();
-  return true;
+  return Residency::kResident;
 }
 
-void Scheduler::start(size_t index, Batch& batch) {
+void Scheduler::start(size_t index, Batch& batch, double now) {
   std::shared_ptr<Sequence> owner = std::move(waiting_[index]);
   Sequence& sequence = *owner;
   waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
@@ -136,41 +155,67 @@ void Scheduler::start(size_t index, Batch& batch) {
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return ranks_before(sequence, *other); });
   running_.insert(at, std::move(owner));
   sequence.state = SequenceState::kRunning;
+  if (sequence.slot > 0) {
+    adapters_.note_start(*sequence.request().adapter, sequence.started_ms == 0);
+  }
+  if (sequence.started_ms == 0 && sequence.adapter_wanted_ms > 0) {
+    sequence.result.adapter_wait_ms = now - sequence.adapter_wanted_ms;
+  }
   if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
     sequence.result.cached_tokens = sequence.kv->length;
   }
   add_entry(batch, sequence, rows_that_fit(batch, sequence));
 }
 
-void Scheduler::admit_waiting(Batch& batch) {
+void Scheduler::admit_waiting(Batch& batch, double now) {
   for (size_t i = 0; i < waiting_.size();) {
     Sequence& sequence = *waiting_[i];
     if (is_paused(sequence)) {
       ++i;
-    } else if (rows_that_fit(batch, sequence) <= 0) {
+      continue;
+    }
+    if (rows_that_fit(batch, sequence) <= 0) {
       return;
-    } else if (!free_rows_.empty() && try_start(sequence)) {
-      start(i, batch);
+    }
+    const Residency tried = free_rows_.empty() ? Residency::kShort : try_start(sequence);
+    if (tried == Residency::kResident) {
+      start(i, batch, now);
+    } else if (tried == Residency::kLoading) {
+      if (sequence.adapter_wanted_ms == 0) {
+        sequence.adapter_wanted_ms = now;
+      }
+      // Each time it was there others had taken the pages: those behind wait with it now.
+      if (sequence.num_uploads > kUploadsMax) {
+        is_short_ = true;
+        return;
+      }
+      ++i;
     } else if (preempt_paused()) {
       i = 0;  // who does not read waits; the list has changed
-    } else if (free_rows_.empty() || !may_be_overtaken(sequence)) {
+      is_short_ = false;
+    } else if (free_rows_.empty()) {
       return;
     } else {
+      is_short_ = true;
+      if (!may_be_overtaken(sequence)) {
+        return;
+      }
       ++i;
     }
   }
 }
 
-void Scheduler::schedule(Batch& batch) {
+void Scheduler::schedule(Batch& batch, double now) {
   batch.entries.clear();
   batch.num_rows = batch.num_prefill_rows = batch.num_logit_rows = 0;
-  const uint64_t preemptions = num_preemptions_;
+  is_short_ = false;
   schedule_running(batch, true);
   schedule_running(batch, false);
-  // What preemption freed is for those who run; who lost it must not take it back at once.
-  if (num_preemptions_ == preemptions) {
-    admit_waiting(batch);
+  // What preemption or a given-up upload frees is for those who run; who lost it must not take it back at once.
+  if (!is_short_) {
+    admit_waiting(batch, now);
   }
+  prefetch_waiting();
 }
 
 void Scheduler::finish(Sequence& sequence) {

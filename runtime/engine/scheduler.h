@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // Who runs in the next step. Continuous batching: every running sequence in decode gets its row, prefills share the
 // rest of the token budget in chunks, waiting requests are admitted in order of (priority, arrival) while rows,
-// slots and pages last. Pure logic: no clock, no device; callers hold the engine's lock.
+// slots and pages last; one whose adapter is on its way to the device waits for it while those behind it go first.
+// Pure logic: no clock, no device; callers hold the engine's lock.
 //
 // Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
-// pool is short, idle adapters leave, then KV of idle sessions, then the running sequence of lowest rank that is not
-// yet in the batch is preempted: it gives up its pages, waits again and computes them anew. The sequence of highest
-// rank can therefore always run, and submit refuses what could not fit alone.
+// pool is short, idle adapters leave, then KV of idle sessions, then uploads are given up (whose pages are back some
+// steps later), then the running sequence of lowest rank that is not yet in the batch is preempted: it gives up its
+// pages, waits and computes them anew. Thus the highest rank can always run; submit refuses what could not fit alone.
 #pragma once
 
 #include <cstdint>
@@ -20,14 +21,15 @@
 namespace moelora {
 
 struct SchedulerLimits {
-  int32_t num_sequences_max = 0;
-  int32_t num_rows_max = 0;
-  int32_t num_logit_rows_max = 0;
+  int32_t num_sequences_max = 0, num_rows_max = 0, num_logit_rows_max = 0;
   int32_t num_waiting_max = 0;
+  int32_t num_prefetched_max = 0;  // of those who wait
   int32_t output_buffer_tokens = 0;
 };
 
 constexpr int32_t kOvertakenMax = 256;
+constexpr int32_t kUploadsMax = 4;                   // begun for one waiting request
+enum class Room : uint8_t { kTaken, kSoon, kNone };  // kSoon: an upload gives way. kNone: nobody does
 
 class Scheduler {
  public:
@@ -40,11 +42,16 @@ class Scheduler {
   void drop_all_pages();  // of sessions, before the pool goes
 
   // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
-  void schedule(Batch& batch);
+  void schedule(Batch& batch, double now);
+  // What is idle gives way to the adapter; `pages_beside` stay free, of which those who run need `headroom`.
+  [[nodiscard]] Residency place(Adapter& adapter, int32_t pages_beside, Evict evict = Evict::kAny);
+  [[nodiscard]] int32_t headroom() const;
+  // Somebody waits for slots or pages: no adapter may be placed but for those that rank before.
+  [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
   // Drops idle adapters, then idle sessions' KV: true if something was freed.
-  bool reclaim_idle();
+  bool reclaim_idle(Evict evict = Evict::kAny);
 
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
@@ -58,15 +65,17 @@ class Scheduler {
   static bool ranks_before(const Sequence& a, const Sequence& b);
   void insert_waiting(std::shared_ptr<Sequence> sequence);
   void schedule_running(Batch& batch, bool decode);
-  void admit_waiting(Batch& batch);
-  [[nodiscard]] bool try_start(Sequence& sequence);
-  void start(size_t index, Batch& batch);
+  void admit_waiting(Batch& batch, double now);
+  void prefetch_waiting();
+  // kResident: the sequence has all that it needs.
+  [[nodiscard]] Residency try_start(Sequence& sequence);
+  void start(size_t index, Batch& batch, double now);
   // A running sequence whose reader is behind gives up everything for those who wait.
   bool preempt_paused();
   // Those behind a sequence that lacks a slot or pages go first, but not for ever: after kOvertakenMax tries they wait
   // with it, unless only the host's own pins stand in its way.
   [[nodiscard]] bool may_be_overtaken(Sequence& sequence) const;
-  [[nodiscard]] bool ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
+  [[nodiscard]] Room ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
   [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
   void preempt(Sequence& sequence);
   void give_back(Sequence& sequence);
@@ -82,9 +91,9 @@ class Scheduler {
   std::vector<std::shared_ptr<Sequence>> waiting_;  // in order of rank
   std::vector<std::shared_ptr<Session>> sessions_;
   std::vector<int32_t> free_rows_;
+  bool is_short_ = false;
   uint64_t session_clock_ = 0;
-  uint64_t num_preemptions_ = 0;
-  uint64_t num_sessions_evicted_ = 0;
+  uint64_t num_preemptions_ = 0, num_sessions_evicted_ = 0;
 };
 
 }  // namespace moelora

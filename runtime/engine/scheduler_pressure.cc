@@ -8,8 +8,8 @@
 
 namespace moelora {
 
-bool Scheduler::reclaim_idle() {
-  if (adapters_.evict_idle()) {
+bool Scheduler::reclaim_idle(Evict evict) {
+  if (adapters_.evict_idle(evict)) {
     return true;
   }
   Session* oldest = nullptr;
@@ -44,18 +44,22 @@ Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch
   return nullptr;
 }
 
-bool Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
+Room Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
   while (!sequence.kv->try_extend(geometry_, tokens)) {
     if (reclaim_idle()) {
       continue;
     }
+    is_short_ = true;
+    if (adapters_.give_up_newest_upload()) {
+      return Room::kSoon;
+    }
     Sequence* victim = preemption_victim(sequence, batch);
     if (victim == nullptr) {
-      return false;
+      return Room::kNone;
     }
     preempt(*victim);
   }
-  return true;
+  return Room::kTaken;
 }
 
 void Scheduler::give_back(Sequence& sequence) {

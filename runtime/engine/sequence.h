@@ -44,10 +44,12 @@ struct Sequence {
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
   int32_t num_overtaken = 0;          // tries to start that failed while others behind it could go
+  int32_t num_uploads = 0;            // begun for this one while it waited
   std::vector<int32_t> suppressed;    // stop and eos tokens, banned before min_tokens
   std::unique_ptr<OutputText> stops;  // finds stop strings; null without any
   RequestResult result;
   double started_ms = 0;
+  double adapter_wanted_ms = 0;  // when it first had to wait for its adapter
   double first_token_ms = 0;
 
   [[nodiscard]] const Request& request() const { return submission->request; }

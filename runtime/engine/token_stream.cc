@@ -100,7 +100,7 @@ void CompletionQueue::push_locked(const Event& event, std::shared_ptr<std::atomi
   Slot& slot = ring_[(first_ + size_) % ring_.size()];
   slot.event = event;
   slot.taken = std::move(taken);
-  if (event.kind == EventKind::kAdapterReady && expected_ > 0) {
+  if ((event.kind == EventKind::kAdapterReady || event.kind == EventKind::kEngineFailed) && expected_ > 0) {
     --expected_;  // comes once
   }
   if (++size_ == 1) {

@@ -101,6 +101,7 @@ class TokenStream {
   TokenStream(const TokenStream&) = delete;
   TokenStream& operator=(const TokenStream&) = delete;
 
+  [[nodiscard]] const std::shared_ptr<CompletionQueue>& queue() const { return queue_; }
   // Engine thread.
   // in_text false: a stop token; no other follows.
   void emit(int32_t token, const TopLogprob* logprobs, size_t num_logprobs, bool in_text = true);

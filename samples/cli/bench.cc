@@ -109,6 +109,7 @@ class Bench {
     }
     measured_.seconds = (clock() - start) / 1e3;
     measured_.output_tokens = produced_;
+    measured_.loads = mean_loads();
     take_steps();
     for (const moelora_step_record& step : measured_.steps) {
       double bytes = 0;
@@ -136,6 +137,23 @@ class Bench {
     for (std::future<void>& worker : running) {
       worker.get();
     }
+  }
+
+  [[nodiscard]] AdapterLoads mean_loads() const {
+    AdapterLoads loads;
+    double uploads = 0;
+    for (const moelora_adapter adapter : adapters_) {
+      moelora_adapter_info info;
+      moelora_adapter_info_init(&info);
+      must(moelora_adapter_info_get, engine_.get(), adapter, &info);
+      loads.read_ms += info.read_ms / static_cast<double>(adapters_.size());
+      loads.pack_ms += info.pack_ms / static_cast<double>(adapters_.size());
+      loads.bytes += static_cast<double>(info.host_bytes) / static_cast<double>(adapters_.size());
+      loads.upload_ms += info.upload_ms;
+      uploads += info.upload_ms > 0 ? 1 : 0;
+    }
+    loads.upload_ms /= std::max(uploads, 1.0);
+    return loads;
   }
 
   struct Stream {

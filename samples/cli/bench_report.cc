@@ -125,6 +125,14 @@ std::string report_table(const BenchMeasurements& measured, const BenchReport& r
   row("requests, streams", "%.0f, %.0f", static_cast<double>(measured.requests),
       static_cast<double>(measured.concurrency));
   row("adapters, in a step", "%.0f, %.0f", static_cast<double>(measured.adapters), report.adapters_touched);
+  if (measured.adapters > 0) {
+    const AdapterLoads& loads = measured.loads;
+    char value[128];
+    std::snprintf(value, sizeof(value), "%.1f ms read, %.1f pack, %.1f upload; %.1f MB, %.2f GB/s", loads.read_ms,
+                  loads.pack_ms, loads.upload_ms, loads.bytes / 1e6,
+                  loads.upload_ms > 0 ? loads.bytes / loads.upload_ms / 1e6 : 0);
+    table += std::string("  an adapter's load, mean        ") + value + "\n";
+  }
   row("output, whole time", "%.1f tokens/s", report.output_tokens_per_s);
   row("decode", "%.1f tokens/s", report.decode_tokens_per_s);
   row("prefill steps", "%.1f tokens/s", report.prefill_tokens_per_s);

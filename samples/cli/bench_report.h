@@ -16,6 +16,11 @@ struct Ceiling {
   double bytes_per_second = 0;
 };
 
+// Means of the adapters' loads; of the upload over those that were on the device.
+struct AdapterLoads {
+  double read_ms = 0, pack_ms = 0, upload_ms = 0, bytes = 0;
+};
+
 struct BenchMeasurements {
   int64_t concurrency = 0;
   int64_t adapters = 0;
@@ -27,6 +32,7 @@ struct BenchMeasurements {
   std::vector<moelora_step_record> steps;
   std::vector<double> step_weight_bytes;  // of each step
   std::vector<Ceiling> ceilings;
+  AdapterLoads loads;
 };
 
 struct BenchReport {

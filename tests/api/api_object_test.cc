@@ -73,6 +73,19 @@ TEST_CASE("adapters: names, identity, info") {
   CHECK(info.tensors_matched > 0);
   CHECK(info.tensors_unmatched == 0);
   CHECK(info.file_bytes > 0);
+  CHECK(info.read_ms > 0);
+  CHECK(info.pack_ms > 0);
+  CHECK(info.upload_ms == 0);
+  moelora_adapter_info older = {};  // of the first release, which ended before the times
+  older.struct_size = 96;
+  older.upload_ms = older.read_ms = older.pack_ms = -7;
+  REQUIRE(moelora_adapter_info_get(host.engine, attn, &older, err) == MOELORA_OK);
+  CHECK(older.struct_size == 96);
+  CHECK(older.fingerprint == info.fingerprint);
+  CHECK(older.read_ms == -7);
+  CHECK(older.upload_ms == -7);
+  older.struct_size = 95;
+  CHECK(moelora_adapter_info_get(host.engine, attn, &older, err) == MOELORA_E_STRUCT_SIZE);
   CHECK(info.host_bytes > 0);
 
   moelora_adapter found = 0;

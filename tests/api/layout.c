@@ -115,6 +115,9 @@ int main(void) {
   FIELD(file_bytes)
   FIELD(fingerprint)
   FIELD(dtype)
+  FIELD(read_ms)
+  FIELD(pack_ms)
+  FIELD(upload_ms)
   END
   BEGIN(moelora_session_info)
   FIELD(struct_size)

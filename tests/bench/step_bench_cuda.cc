@@ -183,18 +183,20 @@ class StepBench {
     if (flags_.adapters == 0) {
       return;
     }
-    cache_ = std::make_unique<AdapterCache>(*pool_, flags_.adapters, config_.num_layers, config_.num_experts, *device_);
+    const AdapterCacheLimits limits{flags_.adapters, config_.num_layers, config_.num_experts};
+    cache_ = std::make_unique<AdapterCache>(limits, *pool_, kernels_cuda(), *device_, nullptr);
     for (const auto& image : images_) {
       auto adapter = std::make_shared<Adapter>();
-      adapter->name = std::to_string(adapters_.size());
       adapter->image = image;
       cache_->add(adapter);
-      if (cache_->try_acquire(*adapter) == 0) {
-        throw Error(Status::kInternal, "the adapters do not fit");
+      std::vector<FailedUpload> failed;
+      while (failed.empty() && cache_->place(*adapter, 0) == Residency::kLoading) {
+        cache_->poll(failed);
       }
+      MOELORA_ASSERT(failed.empty() && cache_->acquire(*adapter) > 0);
       adapters_.push_back(adapter);
     }
-    cache_->upload(kernels_cuda(), *stream_);
+    cache_->publish(*stream_);
     device_->synchronize(*stream_);
   }
 

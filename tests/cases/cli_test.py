@@ -209,6 +209,8 @@ def test_bench():
     for key in ("output_tokens_per_s", "decode_tokens_per_s", "ttft_ms", "ttft_p99_ms", "inter_token_ms",
                 "inter_token_p99_ms", "step_ms", "step_bytes", "active_experts", "ceiling_gb_per_s", "ceiling_ratio"):
         check(report.get(key, 0) > 0, f"bench reports {key}", result)
+    check(any("an adapter's load" in line and "ms read" in line and "GB/s" in line
+              for line in result.stdout.splitlines()), "bench tells how long adapters took to load", result)
     check(report.get("output_tokens") == 6 * 24 and report.get("concurrency") == 2 and report.get("adapters") == 3 and
           report.get("adapters_touched") == 2, "bench counts", result)
     result = moelora("bench", "--model", MODEL, "--rate", "200", "--requests", "4", "--input", "3", "--output", "4",

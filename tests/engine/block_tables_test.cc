@@ -22,6 +22,11 @@ class SplitDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Stream> create_stream(int threads, size_t scratch) override {
     return cpu_->create_stream(threads, scratch);
   }
+  void enter_thread() override {}
+  [[nodiscard]] std::unique_ptr<Stream> create_copy_stream() override { return cpu_->create_copy_stream(); }
+  [[nodiscard]] std::unique_ptr<Fence> create_fence() override { return cpu_->create_fence(); }
+  [[nodiscard]] std::byte* allocate_staging(size_t bytes, const char* what) override { return allocate(bytes, what); }
+  void release_staging(std::byte* memory, size_t bytes) noexcept override { release(memory, bytes); }
   [[nodiscard]] std::byte* allocate(size_t bytes, const char* what) override { return cpu_->allocate(bytes, what); }
   void release(std::byte* memory, size_t bytes) noexcept override { cpu_->release(memory, bytes); }
   [[nodiscard]] Mirror allocate_mirror(size_t bytes, const char* what) override {

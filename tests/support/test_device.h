@@ -27,6 +27,8 @@ class TestDevice final : public Device {
     std::atomic<int> steps{0};  // begun
     // Called on the engine thread when a step's work is queued, before it is waited for.
     std::function<void(Stream&)> queued;
+    // Called on the loader's thread behind each chunk of an adapter that it has queued; may wait or throw.
+    std::function<void()> chunk_queued;
   };
   static std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrapper(std::shared_ptr<Plan> plan) {
     return [plan](std::unique_ptr<Device> inner) { return std::make_unique<TestDevice>(std::move(inner), plan); };
@@ -42,6 +44,15 @@ class TestDevice final : public Device {
   [[nodiscard]] std::unique_ptr<Stream> create_stream(int num_threads, size_t scratch_bytes) override {
     return inner_->create_stream(num_threads, scratch_bytes);
   }
+  void enter_thread() override { inner_->enter_thread(); }
+  [[nodiscard]] std::unique_ptr<Stream> create_copy_stream() override { return inner_->create_copy_stream(); }
+  [[nodiscard]] std::unique_ptr<Fence> create_fence() override {
+    return std::make_unique<TestFence>(inner_->create_fence(), *this);
+  }
+  [[nodiscard]] std::byte* allocate_staging(size_t bytes, const char* what) override {
+    return inner_->allocate_staging(bytes, what);
+  }
+  void release_staging(std::byte* memory, size_t bytes) noexcept override { inner_->release_staging(memory, bytes); }
   [[nodiscard]] std::byte* allocate(size_t bytes, const char* what) override { return inner_->allocate(bytes, what); }
   void release(std::byte* memory, size_t bytes) noexcept override { inner_->release(memory, bytes); }
   [[nodiscard]] Mirror allocate_mirror(size_t bytes, const char* what) override {
@@ -94,6 +105,26 @@ class TestDevice final : public Device {
   }
 
  private:
+  class TestFence final : public Fence {
+   public:
+    TestFence(std::unique_ptr<Fence> inner, const TestDevice& device) : inner_(std::move(inner)), device_(device) {}
+    void record(Stream& stream) override {
+      device_.check();
+      inner_->record(stream);
+      if (device_.plan_->chunk_queued) {
+        device_.plan_->chunk_queued();
+      }
+    }
+    void wait() override {
+      device_.check();
+      inner_->wait();
+    }
+
+   private:
+    std::unique_ptr<Fence> inner_;
+    const TestDevice& device_;
+  };
+
   void check() const {
     if (plan_->lost) {
       throw Error(Status::kDeviceLost, "a step on the device: made to fail by the test");

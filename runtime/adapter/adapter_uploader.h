@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+// Copies images to the device beside the steps: a thread of its own moves a stream chunk by chunk into a small ring of
+// page-locked memory and queues each chunk on the device's copy stream, so that the engine thread neither copies nor
+// waits. Uploads run one after the other, in the order of `add`. Memory for all of it is taken at construction.
+// AdapterCache is the only caller, on the engine thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "kernels/kernels.h"
+#include "runtime/adapter/adapter_image.h"
+#include "runtime/memory/page_pool.h"
+
+namespace moelora {
+
+// One upload. The pages stay leased and `pages` as it is until it was taken.
+struct Upload {
+  int32_t slot = 0;
+  std::shared_ptr<const AdapterImage> image;
+  const PageId* pages = nullptr;  // host memory
+  Status status = Status::kOk;
+  std::string message;
+  double ms = 0;  // from its turn to its last byte on the device
+};
+
+class AdapterUploader {
+ public:
+  // Begun or waiting at once. More would hold pages long before they are written.
+  static constexpr size_t kMaxUploads = 4;
+
+  // `wake` is called on the loader's thread after each upload; it may be empty. `bytes_per_second` bounds the mean rate
+  // from the second chunk on; 0 = no bound.
+  AdapterUploader(const PagePool& pool, Device& device, const Kernels& kernels, std::function<void()> wake,
+                  int64_t bytes_per_second = 0);
+  ~AdapterUploader();
+  AdapterUploader(const AdapterUploader&) = delete;
+  AdapterUploader& operator=(const AdapterUploader&) = delete;
+
+  // Host memory of the ring.
+  [[nodiscard]] static uint64_t staging_bytes(int64_t page_bytes, bool is_host);
+
+  [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxUploads; }
+  [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
+  void add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages);
+  // The oldest upload that has ended: all its bytes are on the device, or status and message say why not and nothing is
+  // written to its pages any more. False if there is none.
+  [[nodiscard]] bool take(Upload* out);
+  // Nobody needs the upload of this slot: it ends soon, with kCancelled if some of it was still to be copied.
+  void cancel(int32_t slot);
+  // No page is written after this. Idempotent.
+  void stop();
+
+ private:
+  static constexpr size_t kNumChunks = 3;  // one is filled while one is on its way, and one to spare
+  struct Chunk {
+    std::byte* memory = nullptr;
+    std::unique_ptr<Fence> fence;
+  };
+  void run();
+  void copy(const Upload& upload, const std::atomic<bool>& cancelled);
+  // Throws if the upload was given up or the uploader stopped, also while it waits for the time that the rate allows.
+  void wait_for_turn(const std::atomic<bool>& cancelled);
+  void fill(std::byte* to, const std::byte* from, int64_t bytes);
+
+  const PagePool& pool_;
+  Device& device_;
+  const Kernels& kernels_;
+  std::function<void()> wake_;
+  int64_t chunk_bytes_;  // whole pages
+  int64_t bytes_per_second_;
+  std::chrono::steady_clock::time_point next_chunk_;  // not before; of the loader's thread
+  std::unique_ptr<Stream> stream_;
+  Stream copiers_;  // fill the ring
+  std::byte* staging_ = nullptr;
+  Chunk chunks_[kNumChunks];
+
+  std::mutex mutex_;
+  std::condition_variable work_;
+  Upload ring_[kMaxUploads];
+  std::atomic<bool> cancelled_[kMaxUploads] = {};
+  uint64_t num_added_ = 0, num_taken_ = 0;  // of the engine thread; num_added_ is written under the lock
+  uint64_t num_done_ = 0;                   // under the lock
+  std::atomic<bool> stopping_{false};
+  std::thread thread_;
+};
+
+}  // namespace moelora
