@@ -241,24 +241,16 @@ __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
   extern __shared__ uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
-  // With LoRA all but the deltas was complete before this kernel began.
-  const bool tokens_are_late = !LORA && p.order_is_early;
-  if (!LORA && !tokens_are_late) {
-    wait_for_previous();
+  if (!LORA) {
+    wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
   }
-  if (!tokens_are_late) {
-    let_next_start();
-  }
+  let_next_start();
   auto* const partial = reinterpret_cast<PartialSums<RT, WARPS>*>(dynamic_shared);
   const ExpertWalk<RT> walk(p);
   ExpertWork work{};
   walk.seek(p, work, static_cast<int>(blockIdx.x));
   Ring ring = begin_ring<Source, RT, STAGES, WARPS>(
       p, walk, work, reinterpret_cast<std::byte*>(partial + 2) + warp_index() * Ring::kBytes);
-  if (tokens_are_late) {
-    wait_for_previous();
-    let_next_start();
-  }
   for (int turn = 0; !walk.ended(work); ++turn) {
     const uint4* token[2];
 #pragma unroll

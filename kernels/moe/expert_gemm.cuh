@@ -53,7 +53,6 @@ struct ExpertGemm {
   int64_t x_stride = 0;
   bool x_by_pair = false;
   MoeOrder order;
-  bool order_is_early = false;  // complete before the kernel ahead passed its wait (kernels/cuda/launch.cuh)
   ExpertLora lora;
   MoeActivation activation = MoeActivation::kSilu;
   float limit = 0.0f;

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
-// Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on: a stream of weights with a little arithmetic
-// beside it. One block an SM takes a contiguous share of all (active expert, row tile), of about
-// equal cost. Up to 16 neighbouring row tiles
-// of an expert are worked on at once, one a warp, over all of k, so that no sums have to meet; up to 32 of the expert's
-// tokens pass with them, so that a weight is expanded once for all. Weights and tokens come through one ring of stages
-// of 4 blocks of 64 inputs in shared memory, filled by four threads with bulk copies, which run ahead across tiles and
-// experts. Weights that the routing has named are on their way before the kernel ahead has ended where that one wrote
-// the tokens (moe_down). A token's bits do not depend on what else is in the batch.
-// Limited by reading the weights, and by expanding them: about 70 instructions a row tile and block of 64 inputs.
-// Tried: the products by wgmma, weights in registers (gpt-oss shape, 64 rows, 28 experts: 245 us, 130 by mma.sync): one
-// of 64 rows takes about 70 cycles whatever its tokens, and those of different warpgroups do not overlap. Tokens by
-// cp.async of 4 bytes into wgmma's order: 100 us for them alone.
+// Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on, where there are several tokens an expert: a
+// stream of weights with a little arithmetic beside it. One block an SM takes a contiguous share of all (active expert,
+// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, one a warp, over
+// all of k, so that no sums have to meet; up to 32 of the expert's tokens pass with them, so that a weight is expanded
+// once for all. Weights and tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by
+// four warps with bulk copies, which run ahead across tiles and experts. A token's bits do not depend on what else is
+// in the batch. Limited by the latency of four warps a scheduler, about 95 instructions a row tile and block each.
+// Tried (gate_up of gpt-oss shape, 64 rows, 21 experts; this 96 us, expert_decode.cuh 104): the products by wgmma,
+// weights in registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row
+// tiles, whatever the experts' tokens, 133 us. Fewer tokens an expert are faster by expert_decode.cuh (8 rows: 43 us
+// against 47), which cuts k. Tried for moe_down: weights asked for before the wait for moe_gate_up, by the routing that
+// was complete when that began; what was read of it was at times that of the layer before.
 #pragma once
 
 #include <algorithm>
@@ -305,15 +305,13 @@ struct Multiplier {
   }
 };
 
-// With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began. Without, that may
-// be so for the routing (order_is_early), but not for the tokens.
+// With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began.
 template <bool GATE_UP, bool LORA>
 __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_constant__ ExpertGemm p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic_shared[];
   __shared__ Shared shared;
   auto* const stages = reinterpret_cast<std::byte*>(dynamic_shared);
-  const bool tokens_are_late = !LORA && p.order_is_early;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], kFillWarps);
@@ -321,12 +319,10 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
     }
     fence_barriers();
   }
-  if (!LORA && !tokens_are_late) {
+  if (!LORA) {
     wait_for_previous();
   }
-  if (!tokens_are_late) {
-    let_next_start();
-  }
+  let_next_start();
   if (warp_index() == 1) {
     find_share(p, shared);
   }
@@ -335,10 +331,6 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
   if (fill_warp < 0) {
     Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, LORA>();
   } else if (fill_warp < kTokenWarps) {
-    if (tokens_are_late) {
-      wait_for_previous();
-      let_next_start();
-    }
     fill_tokens(p, shared, stages, fill_warp);
   } else if (lane_index() == 0) {
     if (fill_warp == kTokenWarps) {

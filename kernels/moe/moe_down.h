@@ -16,8 +16,6 @@ struct MoeDownArgs {
   int32_t num_experts = 0;
   int32_t layer = 0;
   const LoraBatch* lora = nullptr;  // may be null
-  // The op before this one on the stream is moe_gate_up of the same order: it began when the order was complete.
-  bool after_gate_up = false;
   Compute compute = Compute::kExact;
   Rows out;                      // [T * K, H], sorted order
   std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank)

@@ -15,9 +15,12 @@
 namespace moelora {
 namespace {
 
+// Room for adapters beside the KV of all sequences that may run.
 constexpr uint64_t kAdapterAllowanceBytes = uint64_t{1} << 30;
-// A GPU is there for this; a host's memory is not.
+// A GPU is there for this; a host's memory is not. Of a GPU adapters may take half of what is free: one of a mixture of
+// experts is as large as a small model.
 constexpr double kGpuFraction = 0.9;
+constexpr double kGpuAdapterFraction = 0.5;
 constexpr double kHostFraction = 0.25;
 constexpr int64_t kPagesMax = int64_t{1} << 24;
 
@@ -79,10 +82,12 @@ int64_t plan_pool_pages(const EngineOptions& options, const KvGeometry& geometry
                         uint64_t free_bytes) {
   auto bytes = static_cast<double>(options.device_memory_bytes);
   if (options.device_memory_bytes == 0) {
+    const double for_adapters = std::max(static_cast<double>(kAdapterAllowanceBytes),
+                                         is_cuda(options) ? static_cast<double>(free_bytes) * kGpuAdapterFraction : 0);
     const double useful = static_cast<double>(geometry.pages(context_tokens)) *
                               static_cast<double>(options.max_num_sequences) *
                               static_cast<double>(geometry.page_bytes) +
-                          static_cast<double>(kAdapterAllowanceBytes);
+                          for_adapters;
     double fraction = options.device_memory_fraction;
     if (fraction == 0) {
       fraction = is_cuda(options) ? kGpuFraction : kHostFraction;

@@ -105,7 +105,6 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   down.num_experts = config_.num_experts;
   down.layer = layer;
   down.lora = input.lora;
-  down.after_gate_up = true;
   down.compute = compute_;
   down.out = workspace.expert_out;
   down.scratch = workspace.scratch;

@@ -211,7 +211,6 @@ class DeviceMoe {
     args.num_experts = shape.experts;
     args.layer = kLayer;
     args.lora = lora;
-    args.after_gate_up = true;  // the order is complete
     args.out = {out.data(), dtype, stride};
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
