@@ -25,5 +25,8 @@ done
 build_samples "$root" "$build" "$device"
 "$build/bin/moelora_demo" "$root/samples/models/tiny-moe" "$root/samples/adapters" --device "$device" \
   --threads "$threads"
-say "the same by hand: $build/bin/moelora generate --model $root/samples/models/tiny-moe --base" \
-  "--adapter $root/samples/adapters/pirate --text 'Once upon a time, a little fox' --max-tokens 100"
+say "by hand, in $root:"
+cat <<END
+   $build/bin/moelora generate --model samples/models/tiny-moe --max-tokens 100 --base \\
+     --adapter samples/adapters/pirate --text "Once upon a time, a little fox"
+END
