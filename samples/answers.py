@@ -29,7 +29,7 @@ def requests(folder, adapters):
         for name in ["base"] + adapters:
             case = by_adapter[name][prompt]
             request = {"id": f"{name}.{prompt}", "tokens": case["prompt"],
-                       "max_tokens": len(case["greedy"]) if questions is None else 32}
+                       "max_tokens": len(case["greedy"])}
             if name != "base":
                 request["adapter"] = name
             if questions is None:  # random weights: their eos means nothing
@@ -63,7 +63,8 @@ def show(folder, answers_path, tokenizer_path):
                 same = answer["tokens"] == case["greedy"]
                 equal += same
                 text = decode(answer["tokens"])
-                columns.append([f"{name}:"] + textwrap.wrap(text, width) + ([] if same else ["(NOT the reference's)"]))
+                lines = [line for part in text.splitlines() for line in textwrap.wrap(part, width)]
+                columns.append([f"{name}:"] + lines + ([] if same else ["(NOT the reference's)"]))
             total += 1
         for row in range(max(map(len, columns))):
             print("  " + " | ".join((column[row] if row < len(column) else "").ljust(width) for column in columns))

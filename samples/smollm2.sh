@@ -48,6 +48,10 @@ if [ $got = 0 ]; then
   answer "SmolLM2-135M-Instruct" "$cases/smollm2" "$cache/smollm2" "$cache/smollm2/tokenizer.json" attn all_rslora
   answer "SmolLM2-135M-Instruct as a mixture of 4 experts" "$cases/smollm2_moe" "$cache/smollm2_moe" \
     "$cache/smollm2_moe/tokenizer.json" attn experts
+  answer "SmolLM2-135M-Instruct, an adapter trained for it" "$cases/smollm2_styles" "$cache/smollm2" \
+    "$cache/smollm2/tokenizer.json" smollm2-song
+  answer "the mixture, an adapter trained for its experts" "$cases/smollm2_moe_styles" "$cache/smollm2_moe" \
+    "$cache/smollm2_moe/tokenizer.json" smollm2-pirate
 elif [ $got = 77 ]; then
   say "going on with a small reference case instead: random weights, so token ids and no sense in them"
   answer "reference case qwen3_moe" "$cases/qwen3_moe" "$cases/qwen3_moe/model" "" attn experts
