@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on: a stream of weights with a little arithmetic
-// beside it. One block an SM takes a contiguous share of all (active expert, row tile), of about
-// equal cost. Up to 16 neighbouring row tiles
-// of an expert are worked on at once, one a warp, over all of k, so that no sums have to meet; up to 32 of the expert's
-// tokens pass with them, so that a weight is expanded once for all. Weights and tokens come through one ring of stages
-// of 4 blocks of 64 inputs in shared memory, filled by four threads with bulk copies, which run ahead across tiles and
-// experts. Weights that the routing has named are on their way before the kernel ahead has ended where that one wrote
-// the tokens (moe_down). A token's bits do not depend on what else is in the batch.
+// beside it. One block an SM takes a contiguous share of all (active expert, row tile), of about equal cost. Up to 16
+// neighbouring row tiles of an expert are worked on at once, one a warp, over all of k, so that no sums have to meet;
+// up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all. Weights and tokens come
+// through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four threads with bulk copies, which
+// run ahead across tiles and experts. Weights that the routing has named are on their way before the kernel ahead has
+// ended where that one wrote the tokens (moe_down). A token's bits do not depend on what else is in the batch.
 // Limited by reading the weights, and by expanding them: about 70 instructions a row tile and block of 64 inputs.
 // Tried: the products by wgmma, weights in registers (gpt-oss shape, 64 rows, 28 experts: 245 us, 130 by mma.sync): one
 // of 64 rows takes about 70 cycles whatever its tokens, and those of different warpgroups do not overlap. Tokens by
