@@ -33,26 +33,6 @@ __device__ __forceinline__ uint4 zero_chunk() {
   return make_uint4(0, 0, 0, 0);
 }
 
-// A block of 64 inputs: this lane's two chunks of rows g (`low`) and g + 8 (`high`) times those of its token in each of
-// NT groups of 8. x[j]: the token's row, null = none; `column`: the first input of this lane's first chunk; inputs from
-// k on, or of a block that is not `there`, are not read.
-template <int NT>
-__device__ __forceinline__ void mma_block(float (&acc)[NT][4], const uint4 (&low)[2], const uint4 (&high)[2],
-                                          const __nv_bfloat16* const (&x)[NT], int column, bool there, int k) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const bool inside = there && column + half * 32 < k;
-#pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      uint4 values = zero_chunk();
-      if (inside && x[j] != nullptr) {
-        values = *reinterpret_cast<const uint4*>(x[j] + column + half * 32);
-      }
-      mma_chunk(acc[j], low[half], high[half], values);
-    }
-  }
-}
-
 // A load that is used once: weights pass the L1 so that activations stay there.
 __device__ __forceinline__ uint4 load_streaming(const void* address) {
   uint4 value;

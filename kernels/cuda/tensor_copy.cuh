@@ -59,13 +59,6 @@ __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// An arrival, and `bytes` that copies bring in this phase.
-__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, int bytes) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
-#endif
-}
 // The box whose first element is (row, column), to a multiple of 1 KiB of shared memory.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map, int column, int row,
                                          uint64_t* barrier) {

@@ -7,6 +7,8 @@
 // the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
 // adapters never matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not
 // multiplied by zero where it has none.
+// H200, us: 64 rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1 row of the latter q k v
+// 12.2, o 9.3.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -28,7 +30,7 @@ namespace {
 // Up to here kernels of our own, then cuBLASLt.
 constexpr int SKINNY_ROWS = 64;
 constexpr int SKINNY_ROWS_LARGE = 32;
-constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, clusters of blocks share the rows where the GPU has them
+constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, linear_stream.cuh where the GPU can
 constexpr int WIDE_TILES = 2048;      // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the two kernels of the expert products share: parameters, the ways to fetch weights as mma fragments, adapters,
-// and the epilogue. A row tile is 16 rows of an mma operand: for gate_up 8 gate outputs and the same 8 of up, so that
+// What the kernels of the expert products share: parameters, the ways to fetch weights as mma fragments, adapters, and
+// the epilogue. A row tile is 16 rows of an mma operand: for gate_up 8 gate outputs and the same 8 of up, so that
 // a thread ends up with gate and up of the same tokens and applies the activation itself; for down 16 outputs.
 // Included by moe_gate_up_cuda.cu and moe_down_cuda.cu.
 #pragma once
@@ -12,7 +12,6 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
-#include "kernels/cuda/shared_tile.cuh"
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/moe/expert_path.h"
 #include "kernels/moe/mxfp4_expand.cuh"
@@ -21,7 +20,6 @@
 namespace moelora {
 
 constexpr int kExpertThreads = 256;
-constexpr int kExpertWarps = kExpertThreads / 32;
 constexpr int kMaxExperts = 1024;
 
 struct ExpertLora {
@@ -121,32 +119,6 @@ struct RowsSource {
     low = block.low[c];
     high = block.high[c];
   }
-  // A block for the whole warp, as 16 rows of a shared_tile.cuh, and this lane's registers of its four steps of wgmma.
-  __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const {
-    const int g = lane_index() / 4;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int at = 8 * b + 4 * c;
-      std::byte* to = stage + g * 128 + ((4 * c + lane_index() % 4) ^ g) * 16;
-      async_copy16(to, at < chunks_ ? low_ + at : low_, at < chunks_);
-      async_copy16(to + 8 * 128, at < chunks_ ? high_ + at : high_, at < chunks_);
-    }
-  }
-  class Fragments {
-   public:
-    struct Raw {};  // nothing to do ahead: what is loaded is ready for use
-    __device__ __forceinline__ explicit Fragments(const std::byte* stage)
-        : rows_(shared_address(stage) + static_cast<uint32_t>(lane_index() % 16 * 128)) {}
-    __device__ __forceinline__ Raw load(int /*step*/) const { return {}; }
-    // Lanes 0-15: rows 0-15 of a step's first piece, lanes 16-31: of its second.
-    __device__ __forceinline__ void expand(uint32_t* a, const Raw& /*raw*/, int step) const {
-      const int piece = (2 * step + lane_index() / 16) ^ lane_index() % 8;
-      load_matrices(*reinterpret_cast<uint32_t(*)[4]>(a), rows_ + static_cast<uint32_t>(piece * 16));
-    }
-
-   private:
-    uint32_t rows_;
-  };
 
  private:
   const uint4* low_;
@@ -184,36 +156,6 @@ struct TilesSource {
     low = expand_mxfp4(c == 0 ? block.data.x : block.data.z, scales.pair(c));
     high = expand_mxfp4(c == 0 ? block.data.y : block.data.w, scales.pair(2 + c));
   }
-  // A block for the whole warp, and this lane's registers of its four steps of wgmma: pair t of each word of its rows.
-  __device__ __forceinline__ void copy_for_warp(std::byte* stage, int b) const { copy(stage, b); }
-  class Fragments {
-   public:
-    struct Raw {  // words of two chunks: of rows g and g + 8
-      uint2 first;
-      uint2 second;
-    };
-    __device__ __forceinline__ explicit Fragments(const std::byte* stage)
-        : words_(reinterpret_cast<const uint2*>(stage) + lane_index() / 4 * 8),
-          pair_(lane_index() % 4),
-          scales_(*reinterpret_cast<const uint32_t*>(stage + 512 + 4 * lane_index())) {}
-    __device__ __forceinline__ Raw load(int step) const {
-      const int chunk = step % 2 * 2;
-      return {words_[2 * chunk + step / 2], words_[2 * chunk + 2 + step / 2]};
-    }
-    __device__ __forceinline__ void expand(uint32_t* a, const Raw& raw, int step) const {
-      const __nv_bfloat162 low = scales_.pair(step / 2);
-      const __nv_bfloat162 high = scales_.pair(2 + step / 2);
-      a[0] = pair_.times(raw.first.x, low);
-      a[1] = pair_.times(raw.first.y, high);
-      a[2] = pair_.times(raw.second.x, low);
-      a[3] = pair_.times(raw.second.y, high);
-    }
-
-   private:
-    const uint2* words_;
-    Mxfp4PairOf pair_;
-    Mxfp4Scales scales_;
-  };
 
  private:
   static __device__ __forceinline__ uint32_t scale_at(int b) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// From the arguments of moe_gate_up and moe_down to a kernel: which of the two, in which shape.
+// From the arguments of moe_gate_up and moe_down to a kernel: which one, in which shape.
 #pragma once
 
 #include <algorithm>

@@ -3,40 +3,27 @@
 // gathers tokens, and a warp that runs an item ahead of all others; and what they share with the warps that multiply.
 #pragma once
 
-#include "kernels/cuda/wgmma_shared.cuh"
+#include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
 
-namespace moelora::sm90_tiles {
-
-using sm90::entry_record;
-using sm90::kMultiplyThreads;
-using sm90::kMultiplyWarps;
-using sm90::kRowTiles;
-using sm90::kStepPanels;
-using sm90::TileTokens;
-using sm90::Work;
+namespace moelora::sm90 {
 
 constexpr int kThreads = kMultiplyThreads + 128;
 constexpr int kWeightWarps = 2;
 constexpr int kTilesPerWarp = kRowTiles / kWeightWarps;
 constexpr int kGatherWarp = kMultiplyWarps + kWeightWarps;
-constexpr int kScoutWarp = kGatherWarp + 1;
 
 // Registers a thread, dealt out from those that the block was started with.
 constexpr int kMultiplyRegisters = 176;
 constexpr int kFillRegisters = 152;
 static_assert(kMultiplyRegisters * kMultiplyThreads + kFillRegisters * 128 <= 65536 / kThreads / 8 * 8 * kThreads);
 
-constexpr int kTileTokens = 256;  // most of an item
-constexpr int kWidthStep = 16;    // of tiles
-static_assert(kTileTokens == sm90::kMaxTokens && kTileTokens / 2 == kMaxAccumulators);
+constexpr int kWidthStep = 16;  // of tiles
 constexpr int kStages = 4;
-// Who makes what was written to shared memory visible to wgmma: the warps that multiply, when a block has arrived, or
-// each writer. A writer's fence may wait for the copies of the next block, too.
-constexpr bool kFenceByReader = true;
 constexpr int kRowBytes = 128;                            // 64 inputs
 constexpr int kWeightBytes = 16 * kRowTiles * kRowBytes;  // of a stage, then its tokens
-constexpr int kStageBytes = kWeightBytes + kTileTokens * kRowBytes;
+constexpr int kStageBytes = kWeightBytes + kMaxTokens * kRowBytes;
 constexpr int kStageAlignment = 1024;
 constexpr int kSharedBytes = kStageAlignment + kStages * kStageBytes;
 
@@ -51,12 +38,24 @@ struct Shared {
   uint64_t described[2];  // tokens and work are there
   uint64_t done[2];       // nobody needs them any more
 };
-using RingPlace = sm90::RingPlaceOf<kStages>;
-// Arrivals that make a stage full: of warps, or of threads where their copies arrive by themselves.
+// Arrivals that make a stage full: of the warps that bring weights, or of their threads where copies arrive by
+// themselves, and of the threads that gather.
 constexpr int full_arrivals(bool weights_by_warps) {
-  const int weights = weights_by_warps || !kFenceByReader ? kWeightWarps : 32 * kWeightWarps;
-  return weights + (kFenceByReader ? 32 : 1);
+  return (weights_by_warps ? kWeightWarps : 32 * kWeightWarps) + 32;
 }
+
+// A stage of the ring, and the parity of its use.
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? kStages - 1 : stage - 1; }
+};
 
 // Phases of described and done of this block's nth item.
 __device__ __forceinline__ uint32_t item_parity(uint32_t nth) {
@@ -100,60 +99,34 @@ __device__ __forceinline__ const uint4* as_base(const uint4* pointer) {
   return pointer;
 }
 
+// What they write becomes visible to wgmma by a fence of the warps that multiply, when a block has arrived: a writer's
+// fence may wait for its copies of the next block, too.
 struct RingWriter {
   Shared& shared;
   std::byte* stages;
-  RingPlace at;          // of the next block
-  bool pending = false;  // the block before it is not published
+  RingPlace at;  // of the next block
 
   __device__ __forceinline__ std::byte* wait_empty() const {
     mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
     return stages + at.stage * kStageBytes;
   }
-  __device__ __forceinline__ void arrive_full(int stage) const {
-    if constexpr (!kFenceByReader) {
-      fence_for_wgmma();
-    }
-    __syncwarp();  // all lanes' parts are there
-    if (lane_index() == 0) {
-      mbarrier_arrive(&shared.full[stage]);
-    }
-  }
   // Ends a block that this warp has written its part of.
   __device__ __forceinline__ void publish() {
-    arrive_full(at.stage);
+    __syncwarp();  // all lanes' parts are there
+    if (lane_index() == 0) {
+      mbarrier_arrive(&shared.full[at.stage]);
+    }
     at.advance();
   }
-  // Ends a block that this thread has started to copy, or (not COPIES) has written its part of like a copy.
+  // Ends a block that this thread has started to copy (COPIES), or has written its part of.
   template <bool COPIES>
   __device__ __forceinline__ void publish_thread() {
-    if constexpr (!kFenceByReader) {
-      publish_previous();
-    } else if constexpr (COPIES) {
+    if constexpr (COPIES) {
       async_arrive(&shared.full[at.stage]);
-      at.advance();
     } else {
       mbarrier_arrive(&shared.full[at.stage]);
-      at.advance();
     }
-  }
-  // Publishes the block before this one: copies have the time of a block. Whoever waits for a block has released the
-  // one two before it, so that this can always go on by one.
-  __device__ __forceinline__ void publish_previous() {
-    async_commit();
-    if (pending) {
-      async_wait<1>();
-      arrive_full(at.previous());
-    }
-    pending = true;
     at.advance();
-  }
-  __device__ __forceinline__ void publish_rest() {
-    async_wait<0>();
-    if (pending) {
-      arrive_full(at.previous());
-    }
-    pending = false;
   }
 };
 
@@ -253,6 +226,16 @@ struct FillerOf<GATE_UP, RowsSource<GATE_UP>> {
   using Filler = RowsFiller<GATE_UP>;
 };
 
+// Infinities and NaN as the largest finite number.
+__device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
+  constexpr uint32_t kLargest = 0x7F7F7F7Fu;
+  constexpr uint32_t kLeast = 0xFF7FFF7Fu;
+  const __nv_bfloat162 least =
+      __hmax2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(kLeast));
+  const __nv_bfloat162 result = __hmin2(least, reinterpret_cast<const __nv_bfloat162&>(kLargest));
+  return reinterpret_cast<const uint32_t&>(result);
+}
+
 // This lane's part of B of a step: panel t of rows g and g + 8 of its warp's row tiles.
 struct AdapterRows {
   uint4 low[kTilesPerWarp];
@@ -274,8 +257,7 @@ __device__ __forceinline__ void load_adapter_rows(AdapterRows& rows, const Exper
                                                              record.b_pages, n / kTileColumns * panels + panel);
     const uint4 chunk =
         __ldg(reinterpret_cast<const uint4*>(granule + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16));
-    return make_uint4(sm90::finite_pair(chunk.x), sm90::finite_pair(chunk.y), sm90::finite_pair(chunk.z),
-                      sm90::finite_pair(chunk.w));
+    return make_uint4(finite_pair(chunk.x), finite_pair(chunk.y), finite_pair(chunk.z), finite_pair(chunk.w));
   };
 #pragma unroll
   for (int i = 0; i < kTilesPerWarp; ++i) {
@@ -366,7 +348,7 @@ struct WeightWarps {
       arrive_done(shared, nth);
       ++nth;
     }
-    ring.publish_rest();
+    async_wait<0>();
   }
 };
 
@@ -434,7 +416,7 @@ struct GatherWarp {
   // The blocks of k. Lanes 8q .. 8q + 7 copy the pieces of tokens 16 j + 4q .. 16 j + 4q + 3, one after the other. What
   // lies in rows past the last token goes into sums that nobody stores.
   __device__ __forceinline__ void copy_blocks(const Work& work) {
-    constexpr int kGroups = kTileTokens / 16;
+    constexpr int kGroups = kMaxTokens / 16;
     constexpr int kTogether = 4;  // groups looked up at once
     const int piece = lane_index() % 8;
     const int row = lane_index() / 8 * 4;
@@ -482,7 +464,7 @@ struct GatherWarp {
       arrive_done(shared, nth);
       ++nth;
     }
-    ring.publish_rest();
+    async_wait<0>();
   }
 };
 
@@ -534,4 +516,4 @@ __device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shar
   }
 }
 
-}  // namespace moelora::sm90_tiles
+}  // namespace moelora::sm90

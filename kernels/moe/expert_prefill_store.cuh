@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// The end of an item of kernels/moe/expert_prefill_sm90.cuh where it is the usual one, bf16 outputs in pairs: few
-// instructions, since the tensor cores of the block wait for it. All that is the same for a row tile is decided before
-// its tokens are gone through, and a quotient is a product with the reciprocal.
+// The end of an item of kernels/moe/expert_prefill_sm90.cuh. The usual one, bf16 outputs in pairs, has few
+// instructions, since the tensor cores of the block wait for it: all that is the same for a row tile is decided before
+// its tokens are gone through, and a quotient is a product with the reciprocal. Outputs of any other kind are stored
+// one by one, or in pairs where they are aligned.
 #pragma once
 
+#include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
 
-namespace moelora::sm90_tiles {
+namespace moelora::sm90 {
 
 enum class Finish : uint8_t { kPlain, kSilu, kClampedSwiglu };
 
@@ -27,7 +29,7 @@ __device__ __forceinline__ uint32_t outputs_of_token(float first, float second) 
 
 // An even number of outputs, rows of them aligned to pairs.
 template <Finish FINISH, int COUNT>
-__device__ __forceinline__ void store_pairs(const float (&acc)[COUNT], const ExpertGemm& p, const sm90::Work& work,
+__device__ __forceinline__ void store_pairs(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work,
                                             int tile) {
   constexpr bool kGateUp = FINISH != Finish::kPlain;
   const float2 bias = tile_bias<kGateUp>(p, work.expert, tile);
@@ -64,13 +66,68 @@ __device__ __forceinline__ void store_pairs(const float (&acc)[COUNT], const Exp
   }
 }
 
+// Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
+// outputs of token g where the rows allow it.
+__device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& work, int token, int n, float first,
+                                            float second, bool in_pairs) {
+  const int g = lane_index() / 4;
+  const int t = lane_index() % 4;
+  if (in_pairs) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
+    const uint32_t outputs = transpose8(reinterpret_cast<const uint32_t&>(both));
+    if (token + g < work.count) {
+      auto* to =
+          static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(work.pair + token + g) * p.out_stride + n + 2 * t;
+      if (n + 2 * t + 1 < p.rows) {
+        *reinterpret_cast<uint32_t*>(to) = outputs;
+      } else if (n + 2 * t < p.rows) {
+        *to = reinterpret_cast<const __nv_bfloat162&>(outputs).x;
+      }
+    }
+    return;
+  }
+  if (n + g < p.rows) {
+    if (token + 2 * t < work.count) {
+      store_output(p, work.pair + token + 2 * t, n + g, first);
+    }
+    if (token + 2 * t + 1 < work.count) {
+      store_output(p, work.pair + token + 2 * t + 1, n + g, second);
+    }
+  }
+}
+
+// Bias, activation and store.
+template <bool GATE_UP, int COUNT>
+__device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work, int tile) {
+  const int n_low = (GATE_UP ? 8 : 16) * tile;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+  const float2 bias = tile_bias<GATE_UP>(p, work.expert, tile);
+  const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
+#pragma unroll
+  for (int i = 0; i < COUNT; i += 4) {
+    const int token = 2 * i;
+    if (token >= work.count) {
+      continue;
+    }
+    const float low[2] = {acc[i] + bias.x, acc[i + 1] + bias.x};
+    const float high[2] = {acc[i + 2] + bias.y, acc[i + 3] + bias.y};
+    if constexpr (GATE_UP) {
+      store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
+                  activate(p.activation, p.limit, low[1], high[1]), in_pairs);
+    } else {
+      store_group(p, work, token, n_low, low[0], low[1], in_pairs);
+      store_group(p, work, token, n_high, high[0], high[1], in_pairs);
+    }
+  }
+}
+
 // Bias, activation and store of a row tile.
 template <bool GATE_UP, int COUNT>
-__device__ __forceinline__ void finish_rows(const float (&acc)[COUNT], const ExpertGemm& p, const sm90::Work& work,
+__device__ __forceinline__ void finish_rows(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work,
                                             int tile) {
   const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2 | p.rows % 2) == 0;
   if (!in_pairs) {
-    sm90::store_tile<GATE_UP>(acc, p, work, tile);
+    store_tile<GATE_UP>(acc, p, work, tile);
   } else if constexpr (!GATE_UP) {
     store_pairs<Finish::kPlain>(acc, p, work, tile);
   } else if (p.activation == MoeActivation::kSilu) {
@@ -80,4 +137,4 @@ __device__ __forceinline__ void finish_rows(const float (&acc)[COUNT], const Exp
   }
 }
 
-}  // namespace moelora::sm90_tiles
+}  // namespace moelora::sm90

@@ -10,14 +10,11 @@
 
 #include <climits>
 
-#include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 
 namespace moelora::sm90 {
 
 constexpr int kMultiplyThreads = 256;  // two warpgroups
-constexpr int kFillThreads = 128;
-constexpr int kThreads = kMultiplyThreads + kFillThreads;
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
 constexpr int kMaxTokens = 256;            // of a tile
@@ -30,32 +27,6 @@ struct Work {
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
 };
-
-// A stage of a ring, and the parity of its use.
-template <int STAGES>
-struct RingPlaceOf {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? STAGES - 1 : stage - 1; }
-};
-
-template <int W>
-__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
-                                          int item) {
-  const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
-  Work work;
-  work.expert = found.expert;
-  work.row_block = found.row_block;
-  work.pair = found.begin + found.token_tile * W;
-  work.count = min(found.end - work.pair, W);
-  return work;
-}
 
 // What a block must know about the tokens of a tile. An entry is a module of an adapter: entry MODULES i + m is module
 // m of adapter slots[i].
@@ -80,9 +51,9 @@ __device__ __forceinline__ const ResolvedLora& entry_record(const ExpertGemm& p,
   return *p.lora.table.resolved_expert(tokens.slots[entry / kModules], p.lora.layer, expert, module);
 }
 
-// --- By the warpgroup that fills.
+// --- By the warp that runs an item ahead of all others.
 
-// By its first warp, once the slots are there.
+// Once the slots are there.
 template <bool GATE_UP>
 __device__ __forceinline__ void list_entries(const ExpertGemm& p, const Work& work, TileTokens& tokens) {
   int slot = 0;
@@ -150,117 +121,7 @@ __device__ __forceinline__ void describe_token(const ExpertGemm& p, const Work& 
   }
 }
 
-// By the whole warpgroup; ends with its barrier.
-template <bool GATE_UP, int W>
-__device__ __forceinline__ void describe_tokens(const ExpertGemm& p, const Work& work, TileTokens& tokens, int thread) {
-  const bool adapters = p.lora.row_slot != nullptr;
-  for (int i = thread; i < W; i += kFillThreads) {
-    describe_token(p, work, tokens, i);
-  }
-  if (adapters) {
-    barrier_sync(1, kFillThreads);  // slots are there
-    if (thread < 32) {
-      list_entries<GATE_UP>(p, work, tokens);
-    }
-  }
-  barrier_sync(1, kFillThreads);
-}
-
-// Where the words of chunk c (of 8) of token row go: words w of chunks 4h .. 4h + 3 are piece 4h + w. A warp's stores
-// of one word cover all banks if its lanes are eight chunks of four rows, or four of eight.
-__device__ __forceinline__ void store_chunk(std::byte* stage, int row, int c, const uint4& chunk) {
-  const int first_piece = c / 4 * 4 ^ row % 8;  // of word 0
-  auto* to = reinterpret_cast<uint32_t*>(stage + row * 128) + c % 4;
-  to[(first_piece ^ 0) * 4] = chunk.x;
-  to[(first_piece ^ 1) * 4] = chunk.y;
-  to[(first_piece ^ 2) * 4] = chunk.z;
-  to[(first_piece ^ 3) * 4] = chunk.w;
-}
-
-// The tokens' operand of step `step` of an entry: a thread takes one panel of every 32nd token.
-template <bool GATE_UP, int W>
-__device__ __forceinline__ void fill_step(const ExpertGemm& p, const Work& work, const TileTokens& tokens, int entry,
-                                          int step, int thread, std::byte* stage) {
-  constexpr int kModules = GATE_UP ? 2 : 1;
-  constexpr int kBatch = 4;  // tokens a thread whose values are on their way together
-  const int slot = tokens.slots[entry / kModules];
-  const int panel = step * kStepPanels + thread % 4;
-  const bool present = panel < tokens.panels[entry];
-  const float* const shrunk =
-      p.lora.shrunk + (static_cast<int64_t>(work.pair) * kModules + entry % kModules) * p.lora.rank_stride + 8 * panel;
-  for (int first = thread / 4; first < W; first += 32 * kBatch) {
-    float4 values[kBatch][2];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int token = first + 32 * i;
-      const bool own = present && token < work.count && tokens.slot[token] == slot;
-      const auto* from = reinterpret_cast<const float4*>(shrunk + token * kModules * p.lora.rank_stride);
-      values[i][0] = own ? __ldg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      values[i][1] = own ? __ldg(from + 1) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int token = first + 32 * i;
-      if (token < W) {
-        const SplitChunk split = split_chunk(&values[i][0].x);
-        store_chunk(stage, token, thread % 4, split.high);
-        store_chunk(stage, token, thread % 4 + 4, split.low);
-      }
-    }
-  }
-}
-
 // --- By the warps that multiply.
-
-// Starts the way of this lane's part of B for a step to 1 KiB of shared memory.
-template <bool GATE_UP>
-__device__ __forceinline__ void copy_step(const ExpertGemm& p, const TileTokens& tokens, int expert, int tile, int step,
-                                          std::byte* stage) {
-  int low = 0;  // the last entry that begins at or before the step: those without steps come before it
-  int high = tokens.num_entries;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (tokens.first_step[middle] <= step ? low : high) = middle;
-  }
-  const int entry = low;
-  const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, expert, entry);
-  const int panels = tokens.panels[entry];
-  const int panel = (step - tokens.first_step[entry]) * kStepPanels + lane_index() % 4;
-  const bool is_low = !GATE_UP || entry % 2 == 0;
-  const bool is_high = !GATE_UP || entry % 2 == 1;
-  const auto b_chunk = [&](int n) {
-    const std::byte* granule =
-        p.lora.table.resolved_granule(tokens.slots[entry / (GATE_UP ? 2 : 1)], record.b, record.b_pages,
-                                      n / kTileColumns * panels + min(panel, panels - 1));
-    return granule + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16;
-  };
-  const int n_low = (GATE_UP ? 8 : 16) * tile;
-  const int n_high = GATE_UP ? n_low : n_low + 8;
-  async_copy16(stage + 16 * lane_index(), b_chunk(n_low), is_low && panel < panels);
-  async_copy16(stage + 512 + 16 * lane_index(), b_chunk(n_high), is_high && panel < panels);
-}
-
-__device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
-  constexpr uint32_t kLargest = 0x7F7F7F7Fu;
-  constexpr uint32_t kLeast = 0xFF7FFF7Fu;
-  const __nv_bfloat162 least =
-      __hmax2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(kLeast));
-  const __nv_bfloat162 result = __hmin2(least, reinterpret_cast<const __nv_bfloat162&>(kLargest));
-  return reinterpret_cast<const uint32_t&>(result);
-}
-// The registers of the first 32 inputs, and again those of the others.
-__device__ __forceinline__ void fetch_step(uint32_t (&a)[8], const std::byte* stage) {
-  const uint4 low = *reinterpret_cast<const uint4*>(stage + 16 * lane_index());
-  const uint4 high = *reinterpret_cast<const uint4*>(stage + 512 + 16 * lane_index());
-  a[0] = finite_pair(low.x);
-  a[1] = finite_pair(high.x);
-  a[2] = finite_pair(low.y);
-  a[3] = finite_pair(high.y);
-  a[4] = finite_pair(low.z);
-  a[5] = finite_pair(high.z);
-  a[6] = finite_pair(low.w);
-  a[7] = finite_pair(high.w);
-}
 
 // lora_B.bias of output n + g, 0 if there is none.
 __device__ __forceinline__ float load_lora_bias(const ExpertGemm& p, int slot, const ResolvedLora& record, int n) {
@@ -272,8 +133,6 @@ __device__ __forceinline__ float load_lora_bias(const ExpertGemm& p, int slot, c
   const std::byte* granule = p.lora.table.granule(slot, record.bias + output / kPerGranule);
   return reinterpret_cast<const float*>(granule)[output % kPerGranule];
 }
-
-// --- The end of an item.
 
 // scale times lora_B.bias of every entry.
 template <bool GATE_UP, int COUNT>
@@ -302,61 +161,6 @@ __device__ __forceinline__ void add_lora_bias(float (&acc)[COUNT], const ExpertG
           acc[i + 2 + side] = fmaf(scale, high, acc[i + 2 + side]);
         }
       }
-    }
-  }
-}
-
-// Eight outputs from n on of eight tokens from `token` on; values of output g and tokens 2t, 2t + 1. Stored as pairs of
-// outputs of token g where the rows allow it.
-__device__ __forceinline__ void store_group(const ExpertGemm& p, const Work& work, int token, int n, float first,
-                                            float second, bool in_pairs) {
-  const int g = lane_index() / 4;
-  const int t = lane_index() % 4;
-  if (in_pairs) {
-    const __nv_bfloat162 both = __floats2bfloat162_rn(first, second);
-    const uint32_t outputs = transpose8(reinterpret_cast<const uint32_t&>(both));
-    if (token + g < work.count) {
-      auto* to =
-          static_cast<__nv_bfloat16*>(p.out) + static_cast<int64_t>(work.pair + token + g) * p.out_stride + n + 2 * t;
-      if (n + 2 * t + 1 < p.rows) {
-        *reinterpret_cast<uint32_t*>(to) = outputs;
-      } else if (n + 2 * t < p.rows) {
-        *to = reinterpret_cast<const __nv_bfloat162&>(outputs).x;
-      }
-    }
-    return;
-  }
-  if (n + g < p.rows) {
-    if (token + 2 * t < work.count) {
-      store_output(p, work.pair + token + 2 * t, n + g, first);
-    }
-    if (token + 2 * t + 1 < work.count) {
-      store_output(p, work.pair + token + 2 * t + 1, n + g, second);
-    }
-  }
-}
-
-// Bias, activation and store.
-template <bool GATE_UP, int COUNT>
-__device__ __forceinline__ void store_tile(const float (&acc)[COUNT], const ExpertGemm& p, const Work& work, int tile) {
-  const int n_low = (GATE_UP ? 8 : 16) * tile;
-  const int n_high = GATE_UP ? n_low : n_low + 8;
-  const float2 bias = tile_bias<GATE_UP>(p, work.expert, tile);
-  const bool in_pairs = !p.out_f32 && (reinterpret_cast<uintptr_t>(p.out) % 4 | p.out_stride % 2) == 0;
-#pragma unroll
-  for (int i = 0; i < COUNT; i += 4) {
-    const int token = 2 * i;
-    if (token >= work.count) {
-      continue;
-    }
-    const float low[2] = {acc[i] + bias.x, acc[i + 1] + bias.x};
-    const float high[2] = {acc[i + 2] + bias.y, acc[i + 3] + bias.y};
-    if constexpr (GATE_UP) {
-      store_group(p, work, token, n_low, activate(p.activation, p.limit, low[0], high[0]),
-                  activate(p.activation, p.limit, low[1], high[1]), in_pairs);
-    } else {
-      store_group(p, work, token, n_low, low[0], low[1], in_pairs);
-      store_group(p, work, token, n_high, high[0], high[1], in_pairs);
     }
   }
 }

@@ -10,7 +10,7 @@
 // weights in registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row
 // tiles, whatever the experts' tokens, 133 us. Fewer tokens an expert are faster by expert_decode.cuh (8 rows: 43 us
 // against 47), which cuts k. Tried for moe_down: weights asked for before the wait for moe_gate_up, by the routing that
-// was complete when that began; what was read of it was at times that of the layer before.
+// was complete when that began: base rows of small models were wrong at times; why was not found out.
 #pragma once
 
 #include <algorithm>

@@ -2,16 +2,17 @@
 // moe_gate_up on CUDA: two launches. The shrink of the adapters' rows (kernels/lora/lora_shrink_cuda.h), then one
 // kernel that gathers the tokens, multiplies them with gate and up, adds the expanded LoRA, its bias and the experts'
 // bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
-// copy of x is never made. Few tokens an expert: kernels/moe/expert_decode.cuh, limited by reading the weights. Many:
-// kernels/moe/expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
+// copy of x is never made. Few tokens an expert: kernels/moe/expert_decode.cuh or, from some tokens an expert on and
+// for MXFP4, expert_stream.cuh, limited by reading the weights. Many: kernels/moe/expert_prefill_sm90.cuh or, before
+// sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
 // shrink and expand (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s:
-//   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB; 64 rows, 21 experts 104 us for 189 MB, with 8 adapters of rank 32
-//                          155 us; 1 row with 1 adapter 23.9 us; 4096 rows 1.40 ms = 389 TFLOP/s, with 1 adapter 1.69
-//                          ms
-//   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling; with 8 adapters
-//                          276 us; 4096 rows 667 us = 309 TFLOP/s (about 256 tokens an expert)
+//   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with
+//                          8 adapters of rank 32 155 us (by expert_decode.cuh, which takes 104 without); 4096 rows
+//                          1,243 us = 437 TFLOP/s, with 1 adapter of rank 32 1,497 us
+//   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling, with 8 adapters
+//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s, with 1 adapter 749 us
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"

@@ -41,23 +41,4 @@ struct Mxfp4Scales {
   }
 };
 
-// mxfp4_pair() of a pair that differs from lane to lane: of a word, times a scale.
-struct Mxfp4PairOf {
-  uint32_t first;  // rotations whose sum it is
-  uint32_t second;
-  uint32_t both;  // all ones, or 0: the second rotation adds nothing
-  __device__ __forceinline__ explicit Mxfp4PairOf(int i)
-      : first(i == 0   ? 0
-              : i == 3 ? 12
-                       : 2),
-        second(i == 1 ? 6 : 8),
-        both(i == 1 || i == 2 ? ~0u : 0u) {}
-  [[nodiscard]] __device__ __forceinline__ uint32_t times(uint32_t word, __nv_bfloat162 scale) const {
-    const uint32_t sum = __funnelshift_l(word, word, first) ^ (__funnelshift_l(word, word, second) & both);
-    const uint32_t bits = sum & kMxfp4PairMask;
-    const __nv_bfloat162 value = __hmul2(reinterpret_cast<const __nv_bfloat162&>(bits), scale);
-    return reinterpret_cast<const uint32_t&>(value);
-  }
-};
-
 }  // namespace moelora

@@ -30,8 +30,7 @@ struct MoeShape {
 
 inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
   const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {
-      "auto", "few", "many", "many by mma.sync", "few, shrink and expand apart", "many, weights in registers"};
+  const char* paths[] = {"auto", "few", "many", "many by mma.sync", "few, shrink and expand apart"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
