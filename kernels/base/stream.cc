@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "kernels/base/stream.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -10,6 +8,7 @@
 #include <new>
 
 #include "kernels/base/error.h"
+#include "kernels/base/thread.h"
 
 namespace moelora {
 namespace {
@@ -54,17 +53,12 @@ Stream::Stream(int num_threads, size_t scratch_bytes)
     }
     scratch_.push_back(memory);
   }
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   threads_.reserve(static_cast<size_t>(num_threads - 1));
   try {
     for (int worker = 1; worker < num_threads; ++worker) {
-      threads_.emplace_back([this, worker] { worker_loop(worker); });
+      threads_.push_back(start_thread([this, worker] { worker_loop(worker); }));
     }
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     num_threads_ = static_cast<int>(threads_.size()) + 1;
     stop_.store(true);
     epoch_.fetch_add(1);
@@ -77,7 +71,6 @@ Stream::Stream(int num_threads, size_t scratch_bytes)
     }
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 Stream::~Stream() {

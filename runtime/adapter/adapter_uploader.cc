@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/adapter/adapter_uploader.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "kernels/base/error.h"
+#include "kernels/base/thread.h"
 
 namespace moelora {
 namespace {
@@ -48,18 +46,12 @@ AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Ker
   for (size_t i = 0; i < kNumChunks; ++i) {
     chunks_[i].memory = staging_ + i * static_cast<size_t>(chunk_bytes_);
   }
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    thread_ = std::thread([this] { run(); });
+    thread_ = start_thread([this] { run(); });
   } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     device.release_staging(staging_, kNumChunks * static_cast<size_t>(chunk_bytes_));
     throw;
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 AdapterUploader::~AdapterUploader() {

@@ -1,10 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening a model: sizes are settled here, all device memory is taken here, and the thread starts last.
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 
+#include "kernels/base/thread.h"
 #include "runtime/engine/apart.h"
 #include "runtime/engine/engine_parts.h"
 #include "runtime/engine/memory_plan.h"
@@ -167,17 +165,7 @@ Engine::Parts::~Parts() {
 }
 
 void Engine::Parts::start() {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    thread_ = std::thread([this] { run(); });
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_thread([this] { run(); });
 }
 
 void Engine::Parts::stop() {
