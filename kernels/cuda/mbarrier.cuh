@@ -12,10 +12,10 @@ namespace moelora {
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
-// After the inits, by who made them, before the block's barrier: bulk copies see them, too.
-__device__ __forceinline__ void fence_barriers() {
+// After the inits, by who made them, before the block's barrier: copies in bulk see them, too.
+__device__ __forceinline__ void publish_barriers() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
@@ -56,5 +56,19 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* barrier, uint32_t parity
       : "memory");
 #endif
 }
+
+// A stage of a ring of STAGES, and the parity of its use.
+template <int STAGES>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? STAGES - 1 : stage - 1; }
+};
 
 }  // namespace moelora

@@ -53,12 +53,6 @@ inline bool make_tensor_map(CUtensorMap& map, const void* data, int64_t rows, in
 
 // --- Device.
 
-// Barriers that this thread has made are known to the copies that it asks for.
-__device__ __forceinline__ void publish_barriers() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("fence.mbarrier_init.release.cluster;\n fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
 // The box whose first element is (row, column), to a multiple of 1 KiB of shared memory.
 __device__ __forceinline__ void copy_box(uint32_t shared, const CUtensorMap& map, int column, int row,
                                          uint64_t* barrier) {

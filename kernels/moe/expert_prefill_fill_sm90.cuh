@@ -44,18 +44,7 @@ constexpr int full_arrivals(bool weights_by_warps) {
   return (weights_by_warps ? kWeightWarps : 32 * kWeightWarps) + 32;
 }
 
-// A stage of the ring, and the parity of its use.
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  [[nodiscard]] __device__ __forceinline__ int previous() const { return stage == 0 ? kStages - 1 : stage - 1; }
-};
+using Place = RingPlace<kStages>;
 
 // Phases of described and done of this block's nth item.
 __device__ __forceinline__ uint32_t item_parity(uint32_t nth) {
@@ -104,7 +93,7 @@ __device__ __forceinline__ const uint4* as_base(const uint4* pointer) {
 struct RingWriter {
   Shared& shared;
   std::byte* stages;
-  RingPlace at;  // of the next block
+  Place at;  // of the next block
 
   __device__ __forceinline__ std::byte* wait_empty() const {
     mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);

@@ -47,7 +47,7 @@ __device__ __forceinline__ void release(Shared& shared, int stage) {
 // All blocks of an item, of up to N tokens; `stages`: this warpgroup's rows of the first stage. A block's products run
 // while the next block is waited for.
 template <int N>
-__device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int blocks, RingPlace& at, Shared& shared,
+__device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int blocks, Place& at, Shared& shared,
                                          uint32_t weights, uint32_t tokens) {
 #pragma unroll
   for (int i = 0; i < kAccumulators; ++i) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int blocks
 }
 // By the narrowest product that holds `count` tokens.
 template <int... WIDTHS>
-__device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kAccumulators], int blocks, RingPlace& at,
+__device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kAccumulators], int blocks, Place& at,
                                                 Shared& shared, uint32_t weights, uint32_t tokens) {
   const auto fits = [&](auto width) {
     constexpr int N = decltype(width)::value;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kAccumul
   static_cast<void>((fits(std::integral_constant<int, WIDTHS>{}) || ...));
 }
 // A warpgroup without rows only keeps the ring going.
-__device__ __forceinline__ void pass(int blocks, RingPlace& at, Shared& shared) {
+__device__ __forceinline__ void pass(int blocks, Place& at, Shared& shared) {
   for (int b = 0; b < blocks; ++b) {
     mbarrier_wait(&shared.full[at.stage], at.parity);
     release(shared, at.stage);
@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shar
   const int group = warp_index() / 4;
   const uint32_t weights = stages + static_cast<uint32_t>(group * 64 * kRowBytes);
   const uint32_t tokens = stages + kWeightBytes;
-  RingPlace at;
+  Place at;
   uint32_t nth = 0;
   for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
     const Work work = wait_described(shared, nth);

@@ -89,17 +89,7 @@ __device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) 
   }
 }
 
-// A stage of the ring, and the parity of its use.
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+using Place = RingPlace<kStages>;
 
 // The share of this block, group by group: up to kTiles row tiles of one expert, and up to kMaxTokens of its tokens.
 struct Walk {
@@ -317,7 +307,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
       mbarrier_init(&shared.full[i], kFillWarps);
       mbarrier_init(&shared.empty[i], kTiles);
     }
-    fence_barriers();
+    publish_barriers();
   }
   if (!LORA) {
     wait_for_previous();
