@@ -27,6 +27,19 @@ std::shared_ptr<AdapterImage> image_of(size_t bytes, unsigned seed) {
   return image;
 }
 
+// Pages for all that a test uploads, on a CPU whose chunks the plan hears of.
+struct Pages {
+  std::shared_ptr<TestDevice::Plan> plan = std::make_shared<TestDevice::Plan>();
+  std::unique_ptr<Device> device = TestDevice::wrapper(plan)(open_device_cpu());
+  PagePool pool{kPages, kPage, *device};
+  std::vector<PageId> ids = std::vector<PageId>(kPages);
+
+  Pages() { REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages)); }
+  ~Pages() { pool.release(ids.data(), kPages); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+};
+
 Upload take(AdapterUploader& uploader) {
   Upload upload;
   while (!uploader.take(&upload)) {
@@ -75,15 +88,11 @@ TEST_CASE("uploads: all bytes to their pages, in order") {
 }
 
 TEST_CASE("uploads: a failed one does not spoil the next, a stopped one is not taken for done") {
-  auto plan = std::make_shared<TestDevice::Plan>();
-  const auto device = TestDevice::wrapper(plan)(open_device_cpu());
-  PagePool pool(kPages, kPage, *device);
-  std::vector<PageId> ids(kPages);
-  REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages));
+  Pages pages;
   std::atomic<int> chunks{0};
   std::atomic<bool> at_gate{false};
   std::atomic<bool> open{false};
-  plan->chunk_queued = [&] {
+  pages.plan->chunk_queued = [&] {
     const int chunk = ++chunks;
     if (chunk == 3) {
       throw Error(Status::kCuda, "made to fail");
@@ -95,10 +104,10 @@ TEST_CASE("uploads: a failed one does not spoil the next, a stopped one is not t
       }
     }
   };
-  AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr);
-  uploader.add(1, image_of(4 << 20, 1), ids.data());
-  uploader.add(2, image_of(4 << 20, 2), ids.data());
-  uploader.add(3, image_of(4 << 20, 3), ids.data());
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
+  uploader.add(1, image_of(4 << 20, 1), pages.ids.data());
+  uploader.add(2, image_of(4 << 20, 2), pages.ids.data());
+  uploader.add(3, image_of(4 << 20, 3), pages.ids.data());
   const Upload failed = take(uploader);
   CHECK(failed.status == Status::kCuda);
   CHECK(failed.message.find("made to fail") != std::string::npos);
@@ -112,29 +121,24 @@ TEST_CASE("uploads: a failed one does not spoil the next, a stopped one is not t
   stopper.join();
   CHECK(take(uploader).status == Status::kClosed);
   CHECK(chunks == 9);
-  pool.release(ids.data(), kPages);
 }
 
 TEST_CASE("uploads: what was taken is not kept, what nobody needs is not copied") {
-  auto plan = std::make_shared<TestDevice::Plan>();
-  const auto device = TestDevice::wrapper(plan)(open_device_cpu());
-  PagePool pool(kPages, kPage, *device);
-  std::vector<PageId> ids(kPages);
-  REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages));
+  Pages pages;
   std::atomic<int> chunks{0};
   std::atomic<bool> open{false};
-  plan->chunk_queued = [&] {
+  pages.plan->chunk_queued = [&] {
     ++chunks;
     while (!open) {
       std::this_thread::yield();
     }
   };
-  AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr);
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
   std::vector<std::weak_ptr<const AdapterImage>> images;
   for (int32_t slot = 1; slot <= 4; ++slot) {
     const auto image = image_of(slot == 2 ? 4 << 20 : 1 << 10, static_cast<unsigned>(slot));
     images.push_back(image);
-    uploader.add(slot, image, ids.data());
+    uploader.add(slot, image, pages.ids.data());
   }
   while (chunks == 0) {
     std::this_thread::yield();
@@ -156,8 +160,8 @@ TEST_CASE("uploads: what was taken is not kept, what nobody needs is not copied"
     CHECK(image.expired());
   }
   open = false;  // one whose place in the ring was cancelled before is not
-  uploader.add(5, image_of(4 << 20, 5), ids.data());
-  uploader.add(6, image_of(4 << 20, 6), ids.data());
+  uploader.add(5, image_of(4 << 20, 5), pages.ids.data());
+  uploader.add(6, image_of(4 << 20, 6), pages.ids.data());
   while (chunks == 3) {
     std::this_thread::yield();
   }
@@ -166,31 +170,28 @@ TEST_CASE("uploads: what was taken is not kept, what nobody needs is not copied"
   CHECK(take(uploader).status == Status::kCancelled);
   CHECK(take(uploader).status == Status::kOk);
   CHECK(chunks < 3 + 5 + 5);
-  pool.release(ids.data(), kPages);
 }
 
 TEST_CASE("uploads: a bound on the rate, whose waits end with the upload") {
   using Clock = std::chrono::steady_clock;
-  const auto device = open_device_cpu();
-  PagePool pool(kPages, kPage, *device);
-  std::vector<PageId> ids(kPages);
-  REQUIRE(pool.try_reserve(PageUse::kAdapter, ids.data(), kPages));
+  Pages pages;
   {
-    AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr, 40 << 20);
+    AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr, 40 << 20);
     const auto start = Clock::now();
-    uploader.add(1, image_of(4 << 20, 1), ids.data());
-    uploader.add(2, image_of(4 << 20, 2), ids.data());
+    uploader.add(1, image_of(4 << 20, 1), pages.ids.data());
+    uploader.add(2, image_of(4 << 20, 2), pages.ids.data());
     CHECK(take(uploader).status == Status::kOk);
     CHECK(take(uploader).status == Status::kOk);
     // All but the last chunk, of at most 1 MiB, have had their time.
     CHECK(Clock::now() - start >= std::chrono::milliseconds(7 * 1000 / 40));
-    CHECK(std::memcmp(pool.base() + ids[1] * kPage, image_of(4 << 20, 2)->stream.data() + kPage, kPage) == 0);
+    CHECK(std::memcmp(pages.pool.base() + pages.ids[1] * kPage, image_of(4 << 20, 2)->stream.data() + kPage, kPage) ==
+          0);
   }
-  AdapterUploader uploader(pool, *device, kernels_cpu(), nullptr, 1);  // a chunk takes days
-  uploader.add(1, image_of(1 << 10, 1), ids.data());                   // it owes nothing
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr, 1);  // a chunk takes days
+  uploader.add(1, image_of(1 << 10, 1), pages.ids.data());                         // it owes nothing
   CHECK(take(uploader).status == Status::kOk);
-  uploader.add(2, image_of(4 << 20, 2), ids.data());
-  uploader.add(3, image_of(4 << 20, 3), ids.data());
+  uploader.add(2, image_of(4 << 20, 2), pages.ids.data());
+  uploader.add(3, image_of(4 << 20, 3), pages.ids.data());
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   Upload none;
   CHECK(!uploader.take(&none));
@@ -200,7 +201,6 @@ TEST_CASE("uploads: a bound on the rate, whose waits end with the upload") {
   CHECK(!uploader.take(&none));
   uploader.stop();
   CHECK(take(uploader).status == Status::kClosed);
-  pool.release(ids.data(), kPages);
 }
 
 }  // namespace moelora::test
