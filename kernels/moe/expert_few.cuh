@@ -24,6 +24,9 @@ constexpr int kExpertsMax = 256;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
+// Of the next product's weights that a block asks into the L2, at most: 24 MB of all blocks of an H200, half of its L2.
+constexpr uint32_t kNextChunkBytes = 4096;
+constexpr uint32_t kNextChunks = 22;
 
 // What the weights of an expert are found by.
 struct Pointers {
@@ -114,7 +117,7 @@ template <class Range, int KW>
 struct Shared {
   static constexpr int kBlocks = Range::template kBlocks<KW>;
   alignas(16) std::byte weights[kWarps][kBlocks][Range::Source::kStageBytes];
-  float4 partial[2][Range::kSlots][KW][32];
+  float4 partial[Range::kSlots][KW][32];
   Pointers pointers[kExpertsMax];
   int expert_begin[kExpertsMax + 1];
   Order order;
@@ -200,6 +203,21 @@ __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const Ex
   finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
 }
 
+// Asks the first of the block's share of the next product's weights into the L2, once its own were read: the memory is
+// idle from then until that product begins. By the whole block.
+__device__ __forceinline__ void prefetch_next(const ExpertGemm& p, const Order& order) {
+  const auto chunks = static_cast<uint32_t>((p.next_bytes + kNextChunkBytes - 1) / kNextChunkBytes);  // of an expert
+  const uint32_t total = chunks * static_cast<uint32_t>(order.num_active);
+  const uint32_t first = total * blockIdx.x / gridDim.x;
+  const uint32_t last = min(total * (blockIdx.x + 1) / gridDim.x, first + kNextChunks);
+  const uint32_t chunk = first + threadIdx.x;
+  if (chunk < last) {
+    const int64_t offset = int64_t{chunk % chunks} * kNextChunkBytes;
+    prefetch_l2_bulk(static_cast<const std::byte*>(p.next[order.expert[chunk / chunks]]) + offset,
+                     static_cast<uint32_t>(min(p.next_bytes - offset, int64_t{kNextChunkBytes})));
+  }
+}
+
 // LORA: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but the deltas
 // was complete then.
 template <bool GATE_UP, class Range, int KW, bool LORA>
@@ -242,9 +260,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   uint4 x[kBlocks][2];
   int index_of_x = -1;
-  int buffer = 0;
 #pragma unroll 1
-  for (; group < last; group += kSlots, buffer ^= 1) {
+  for (; group < last; group += kSlots) {
 #pragma unroll 1
     for (; at < min(group + kSlots, last); at += kTileWarps) {
       if (index != index_of_x) {
@@ -282,8 +299,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         }
         async_commit();
       }
-      s.partial[buffer][at - group][part][lane_index()] =
+      s.partial[at - group][part][lane_index()] =
           make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+    }
+    if (GATE_UP && p.next != nullptr && group + kSlots >= last) {
+      prefetch_next(p, s.order);
     }
     const int own = group + warp_index();
     const bool finishes = warp_index() < kSlots && own < last;
@@ -294,7 +314,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     }
     __syncthreads();  // the partial sums of all warps are there
     if (finishes) {
-      finish<GATE_UP, KW, LORA>(s.partial[buffer][warp_index()], p, s.order, finished, bias);
+      finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, finished, bias);
+    }
+    if (group + kSlots < last) {
+      __syncthreads();  // the sums are read
     }
   }
   if (LORA) {
