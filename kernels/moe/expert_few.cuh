@@ -7,8 +7,13 @@
 // tiles, when the partial sums meet in shared memory and are added in the order of the warps. A token's bits depend on
 // its own row, k and its adapter.
 // Tables of pointers are read before the wait for the kernel ahead.
-// Tried: the next weights in registers instead of shared memory (gpt-oss shape, 1 row, gate_up 26.6 us): loads share
-// six scoreboards, so that a wait for one is a wait for younger ones.
+// H200, six layers of the gpt-oss shape as one graph, by this and by expert_decode.cuh: 1 row 598 us (677), with an
+// adapter 705 (731), 8 rows with 8 adapters 1,023 (1,178); of Qwen3-30B-A3B 451 (474), with an adapter 548 (584).
+// Tried: twice the shared memory for partial sums, so that one barrier is enough (1 row 752 us instead of 632: less L1
+// is left beside it, and the SM has to run empty before it changes that share, see prefer_shared); moe_down's first
+// weights asked into the L2 at the end of moe_gate_up (637 us instead of 632); the next weights in registers instead of
+// shared memory (gpt-oss shape, 1 row, gate_up 26.6 us): loads share six scoreboards, so that a wait for one is a wait
+// for younger ones.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +29,6 @@ constexpr int kExpertsMax = 256;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-// Of the next product's weights that a block asks into the L2, at most: 24 MB of all blocks of an H200, half of its L2.
-constexpr uint32_t kNextChunkBytes = 4096;
-constexpr uint32_t kNextChunks = 22;
 
 // What the weights of an expert are found by.
 struct Pointers {
@@ -182,6 +184,50 @@ __device__ __forceinline__ void load_tokens(uint4 (&x)[BLOCKS][2], const ExpertG
   }
 }
 
+// Starts the first row tile's blocks on their way. Every block closes a group of copies, so that groups count blocks.
+template <class Range, int BLOCKS>
+__device__ __forceinline__ void start_copies(std::byte (&stages)[BLOCKS][Range::Source::kStageBytes],
+                                             const Range& range, int count) {
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    if (i < count) {
+      range.copy(stages[i], i);
+    }
+    async_commit();
+  }
+}
+
+// One row tile's share of this warp: its sums over the blocks of its range. Where there is `more`, a block's place is
+// filled again once it was read, from `range`, which is a row tile ahead.
+template <class Range, int BLOCKS>
+__device__ __forceinline__ float4 multiply(std::byte (&stages)[BLOCKS][Range::Source::kStageBytes],
+                                           const uint4 (&x)[BLOCKS][2], const Range& range, int count, bool more) {
+  float acc[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    async_wait<BLOCKS - 1>();  // the oldest is there
+    if (i < count) {
+      typename Range::Source::Block w;
+      Range::Source::fetch(w, stages[i]);
+      uint4 low[2];
+      uint4 high[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        Range::Source::chunk(w, c, low[c], high[c]);
+      }
+      if (more) {
+        range.copy(stages[i], i);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        mma_chunk(acc[c], low[c], high[c], x[i][c]);
+      }
+    }
+    async_commit();
+  }
+  return make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+}
+
 // Adds up the partial sums of a row tile and stores it, by a warp.
 template <bool GATE_UP, int KW, bool LORA>
 __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const ExpertGemm& p, const Order& order,
@@ -201,21 +247,6 @@ __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const Ex
     add_deltas<GATE_UP>(sum, p, place.tile, pair, end);
   }
   finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
-}
-
-// Asks the first of the block's share of the next product's weights into the L2, once its own were read: the memory is
-// idle from then until that product begins. By the whole block.
-__device__ __forceinline__ void prefetch_next(const ExpertGemm& p, const Order& order) {
-  const auto chunks = static_cast<uint32_t>((p.next_bytes + kNextChunkBytes - 1) / kNextChunkBytes);  // of an expert
-  const uint32_t total = chunks * static_cast<uint32_t>(order.num_active);
-  const uint32_t first = total * blockIdx.x / gridDim.x;
-  const uint32_t last = min(total * (blockIdx.x + 1) / gridDim.x, first + kNextChunks);
-  const uint32_t chunk = first + threadIdx.x;
-  if (chunk < last) {
-    const int64_t offset = int64_t{chunk % chunks} * kNextChunkBytes;
-    prefetch_l2_bulk(static_cast<const std::byte*>(p.next[order.expert[chunk / chunks]]) + offset,
-                     static_cast<uint32_t>(min(p.next_bytes - offset, int64_t{kNextChunkBytes})));
-  }
 }
 
 // LORA: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but the deltas
@@ -250,14 +281,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     index = place.index;
     range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
   }
-  // Every block of a range closes a group of copies, so that groups count blocks.
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    if (at < last && i < count) {
-      range.copy(stages[i], i);
-    }
-    async_commit();
-  }
+  start_copies(stages, range, at < last ? count : 0);
   uint4 x[kBlocks][2];
   int index_of_x = -1;
 #pragma unroll 1
@@ -276,34 +300,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         index = place.index;
         range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
       }
-      float acc[2][4] = {};
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        async_wait<kBlocks - 1>();  // the oldest is there
-        if (i < count) {
-          typename Range::Source::Block w;
-          Range::Source::fetch(w, stages[i]);
-          uint4 low[2];
-          uint4 high[2];
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            Range::Source::chunk(w, c, low[c], high[c]);
-          }
-          if (more) {
-            range.copy(stages[i], i);
-          }
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            mma_chunk(acc[c], low[c], high[c], x[i][c]);
-          }
-        }
-        async_commit();
-      }
-      s.partial[at - group][part][lane_index()] =
-          make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
-    }
-    if (GATE_UP && p.next != nullptr && group + kSlots >= last) {
-      prefetch_next(p, s.order);
+      s.partial[at - group][part][lane_index()] = multiply<Range>(stages, x, range, count, more);
     }
     const int own = group + warp_index();
     const bool finishes = warp_index() < kSlots && own < last;

@@ -55,9 +55,6 @@ struct ExpertGemm {
   MoeActivation activation = MoeActivation::kSilu;
   float limit = 0.0f;
   void* out = nullptr;  // [P, rows]
-  // What the next product reads of each expert, to be asked into the L2; null: nothing.
-  const void* const* next = nullptr;
-  int64_t next_bytes = 0;
   int64_t out_stride = 0;
   bool out_f32 = false;
 };

@@ -11,7 +11,6 @@
 #include "kernels/moe/expert_few.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
-#include "kernels/moe/expert_several.cuh"
 #include "kernels/moe/expert_stream.cuh"
 
 namespace moelora {
@@ -124,10 +123,6 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     return;
   }
   if constexpr (TILES) {
-    if (path == ExpertPath::kAuto &&
-        launch_expert_several<GATE_UP>(p, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
-      return;
-    }
     const bool stream = path == ExpertPath::kFewTokens ||
                         (path == ExpertPath::kAuto && num_pairs >= int64_t{kStreamTokensPerExpert} * num_experts);
     if (stream && launch_expert_stream<GATE_UP>(p, state)) {

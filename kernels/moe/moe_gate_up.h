@@ -20,8 +20,6 @@ struct MoeGateUpArgs {
   Rows x;              // [T, H]
   ExpertWeights gate;  // [I, H] each
   ExpertWeights up;    // [I, H] each
-  // moe_down's, which may be brought near once gate and up were read. Null: nothing is known.
-  const ExpertWeights* next = nullptr;
   MoeOrder order;
   int32_t num_rows = 0;  // T
   int32_t top_k = 0;

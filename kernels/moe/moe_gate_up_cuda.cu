@@ -31,13 +31,6 @@ void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& str
   p.high_bias = args.up.bias;
   p.row_tiles = (args.gate.rows + 7) / 8;
   p.activation = args.activation;
-  if (args.next != nullptr && args.next->format != ExpertFormat::kMxfp4Rows && args.next->row_step == 1) {
-    p.next = args.next->data;
-    p.next_bytes =
-        args.next->format == ExpertFormat::kMxfp4Tiles
-            ? mxfp4_down_shape(args.next->rows, args.next->cols).data_bytes()
-            : int64_t{args.next->rows} * args.next->cols * static_cast<int64_t>(dtype_bytes(args.next->dtype));
-  }
   p.limit = args.limit;
   launch_expert_format<true>(p, shrink, args.gate.format, path, args.num_rows, args.top_k, args.num_experts, stream);
   check_launch("moe_gate_up");

@@ -82,7 +82,6 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.x = workspace.normed;
   gate_up.gate = weights.expert_gate;
   gate_up.up = weights.expert_up;
-  gate_up.next = &weights.expert_down;
   gate_up.order = workspace.order;
   gate_up.num_rows = input.num_rows;
   gate_up.top_k = config_.top_k;
