@@ -416,24 +416,30 @@ typedef struct moelora_adapter_info {
   int32_t pins;
   int32_t in_flight;         /* requests submitted and not finished */
   int32_t reserved;
-  uint64_t host_bytes;
+  uint64_t host_bytes;       /* of its packed form, in host memory or not */
   uint64_t file_bytes;
   uint64_t fingerprint;      /* of the contents */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
   double read_ms;            /* opening its files and reading all of them; 0 of a random adapter */
   double pack_ms;            /* checking the tensors and packing them in host memory */
   double upload_ms;          /* its last copy to the device, without the wait for its turn; 0 before the first */
+  uint64_t uploaded_bytes;   /* by its last copy to the device, so far; of host_bytes */
+  int32_t in_host_memory;    /* 0: on disk, and read again when it is wanted (option host_memory_bytes) */
+  int32_t reserved2;
 } moelora_adapter_info;
 #define moelora_adapter_info_init(p) moelora_struct_init((p), sizeof *(p))
 
 /** Loads a PEFT folder (adapter_config.json, adapter_model.safetensors) under a name. Strict: every tensor is used or
     the load fails, naming it. A handle is an identity: loading a folder again gives another. since 0.1.
+    With the option host_memory_bytes an adapter that is not in use may leave host memory and is then read from the
+    folder again when a request wants it; if its contents are others by then, such requests end with E_IO naming the
+    file. E_NOMEM if the option is too small to hold the adapter beside those that cannot be read again.
     Errors: E_EXISTS, E_IO, E_CORRUPT, E_UNSUPPORTED, E_ADAPTER_MISMATCH, E_NOMEM, naming file and tensor or key.
     Ownership: caller owns the handle, moelora_adapter_unload. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_adapter_load_dir(moelora_engine *engine, const char *name, size_t name_len,
                                                     const char *dir, size_t dir_len, uint32_t flags,
                                                     moelora_adapter *out, moelora_error *err);
-/** The same from the contents of the two files; both are copied before return. since 0.1 */
+/** The same from the contents of the two files; both are copied before return, and stay in host memory. since 0.1 */
 MOELORA_API moelora_status moelora_adapter_load_mem(moelora_engine *engine, const char *name, size_t name_len,
                                                     const char *config_json, size_t config_json_len,
                                                     const void *weights, size_t weights_len, uint32_t flags,
@@ -792,6 +798,15 @@ typedef struct moelora_stats {
   uint64_t adapter_host_bytes;
   double active_experts;        /* mean a MoE layer and step, over all steps; 0 for dense models */
   double last_step_ms;
+  int64_t page_bytes_wasted;         /* of pages in use: what neither an adapter nor a position of KV can use */
+  int64_t kv_bytes_unfilled;         /* of pages in use: positions of blocks that no token has yet */
+  int64_t adapters_in_host_memory;   /* clones count once, as in the next */
+  int64_t adapters_on_disk_only;
+  uint64_t adapter_host_loads;       /* disk to host, after the first */
+  uint64_t adapter_host_evictions;
+  double adapter_read_ms;            /* of those loads: bringing their files to memory */
+  double adapter_pack_ms;            /* checking and packing */
+  double adapter_upload_ms;          /* of all copies to the device */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 

@@ -44,6 +44,15 @@ moelora_stats to_stats(const EngineStats& stats) {
   out.adapter_host_bytes = stats.adapter_host_bytes;
   out.active_experts = mean_active_experts(stats);
   out.last_step_ms = stats.last_step_ms;
+  out.page_bytes_wasted = stats.page_bytes_wasted;
+  out.kv_bytes_unfilled = stats.kv_bytes_unfilled;
+  out.adapters_in_host_memory = stats.adapters_in_host_memory;
+  out.adapters_on_disk_only = stats.adapters_on_disk_only;
+  out.adapter_host_loads = stats.adapter_host_loads;
+  out.adapter_host_evictions = stats.adapter_host_evictions;
+  out.adapter_read_ms = stats.adapter_read_ms;
+  out.adapter_pack_ms = stats.adapter_pack_ms;
+  out.adapter_upload_ms = stats.adapter_upload_ms;
   return out;
 }
 
@@ -110,6 +119,12 @@ void add_engine(Exposition& out, const EngineStats& stats) {
   gauge("moelora_pages_kv", "Pages that hold KV.", stats.pages_kv);
   gauge("moelora_pages_adapter", "Pages that hold adapters.", stats.pages_adapter);
   gauge("moelora_adapter_host_bytes", "Host copies of adapters.", stats.adapter_host_bytes);
+  gauge("moelora_page_bytes_wasted", "Bytes of pages in use that nothing can use.", stats.page_bytes_wasted);
+  gauge("moelora_kv_bytes_unfilled", "Bytes of blocks in use that no token has yet.", stats.kv_bytes_unfilled);
+  gauge("moelora_adapters_in_host_memory", "Adapters with a host copy.", stats.adapters_in_host_memory);
+  gauge("moelora_adapters_on_disk_only", "Adapters without a host copy.", stats.adapters_on_disk_only);
+  counter("moelora_adapter_host_loads_total", "Adapters read again from disk.", stats.adapter_host_loads);
+  counter("moelora_adapter_host_evictions_total", "Host copies dropped.", stats.adapter_host_evictions);
   gauge("moelora_active_experts", "Mean experts used a MoE layer and step.", mean_active_experts(stats));
   gauge("moelora_last_step_milliseconds", "Duration of the last step.", stats.last_step_ms);
 }

@@ -37,7 +37,7 @@ bool Engine::Parts::step() {
       record_step(start, end);
     }
     if (options.audit >= 2) {
-      audit_step();
+      audit_parts();
     }
   }
   // Tokens and ends to their readers, unless the next step will start first.
@@ -48,7 +48,7 @@ bool Engine::Parts::step() {
 }
 
 void Engine::Parts::admit(double now) {
-  poll_uploads(now);
+  poll_loads(now);
   if (collect_adapters) {
     adapters->collect();
   }
@@ -202,7 +202,7 @@ void Engine::Parts::run() {
       if (stopping) {
         return;
       }
-      const bool has_work = !inbox.empty() || !prefetches.empty() || adapters->is_uploading() || collect_adapters ||
+      const bool has_work = !inbox.empty() || !prefetches.empty() || adapters->is_loading() || collect_adapters ||
                             trim_pages >= 0 || !scheduler->running().empty() || !scheduler->waiting().empty();
       if (!has_work && probes_wanted == probes_done) {
         work.wait(lock, [&] { return stopping || woken; });

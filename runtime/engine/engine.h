@@ -33,6 +33,7 @@ struct EngineInfo {
   int32_t max_batch_tokens = 0;
   int32_t kv_block_tokens = 0;
   int64_t page_bytes = 0;
+  std::string page_reason;  // why that size
   int64_t num_pages = 0;
   int32_t pages_per_block = 0;  // of a sequence's 16 tokens, all layers
   int32_t num_threads = 0;
@@ -53,6 +54,12 @@ struct EngineStats {  // monotonic counters and gauges
   int64_t pages_total = 0, pages_free = 0, pages_kv = 0, pages_adapter = 0;
   uint64_t adapter_host_bytes = 0;
   double last_step_ms = 0;
+  // Of leased pages: what no stream and no position of a block uses; positions of blocks that no token has yet.
+  int64_t page_bytes_wasted = 0, kv_bytes_unfilled = 0;
+  // Tiers of adapters; clones count once. Host copies include those on their way from the disk.
+  int64_t adapters_in_host_memory = 0, adapters_on_disk_only = 0;
+  uint64_t adapter_host_loads = 0, adapter_host_evictions = 0;
+  double adapter_read_ms = 0, adapter_pack_ms = 0, adapter_upload_ms = 0;  // of all loads after registration
 };
 
 // One step as the bench sees it (ring of the last steps, experimental).
@@ -82,8 +89,17 @@ class Engine {
   void trim(uint64_t target_bytes);
 
   // Adapters. Throw Error.
+  // An image with a folder (load_adapter_dir) may leave host memory and is read again when it is wanted.
   std::shared_ptr<Adapter> register_adapter(const std::string& name, std::shared_ptr<const AdapterImage> image,
                                             float scale, bool replace);
+  // Another one with the image of a registered adapter.
+  std::shared_ptr<Adapter> register_adapter(const std::string& name, std::shared_ptr<TieredImage> image, float scale,
+                                            bool replace);
+  struct AdapterPlace {
+    bool in_host_memory = false;
+    uint64_t bytes_uploaded = 0;  // of its stream: to the device, by its last upload
+  };
+  AdapterPlace adapter_place(const Adapter& adapter) const;
   [[nodiscard]] AdapterLoadOptions adapter_load_options() const;
   std::shared_ptr<Adapter> find_adapter(const std::string& name) const;  // null = none
   std::vector<std::shared_ptr<Adapter>> list_adapters() const;

@@ -178,9 +178,9 @@ void Engine::Parts::check_alive() const {
 }
 
 // Adapters that have arrived are resident from here on. One that did not ends the requests that wait for it.
-void Engine::Parts::poll_uploads(double now) {
-  adapters->poll(failed_uploads_);
-  for (const FailedUpload& failed : failed_uploads_) {
+void Engine::Parts::poll_loads(double now) {
+  adapters->poll(failed_loads_);
+  for (const FailedLoad& failed : failed_loads_) {
     if (failed.status == Status::kDeviceLost) {
       throw Error(failed.status, failed.message);
     }
@@ -202,7 +202,7 @@ void Engine::Parts::poll_uploads(double now) {
       }
     }
   }
-  failed_uploads_.clear();
+  failed_loads_.clear();
 }
 
 // After schedule: adapters of waiting requests come first. A prefetched one is used once: idle, most recently used.
@@ -271,7 +271,7 @@ void Engine::Parts::record_step(double start, double end) {
   }
 }
 
-void Engine::Parts::audit_step() {
+void Engine::Parts::audit_parts() const {
   pool->audit();
   adapters->audit();
   scheduler->audit();

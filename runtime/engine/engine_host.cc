@@ -67,11 +67,22 @@ EngineStats Engine::stats() const {
   stats.adapter_loads = parts.adapters->num_loads();
   stats.adapter_evictions = parts.adapters->num_evictions();
   stats.adapter_hits = parts.adapters->num_hits();
-  stats.adapter_host_bytes = parts.adapters->host_bytes();
+  const HostTierStats& host = parts.adapters->host();
+  stats.adapter_host_bytes = host.bytes;
+  stats.adapters_in_host_memory = host.images;
+  stats.adapters_on_disk_only = host.images_on_disk;
+  stats.adapter_host_loads = host.loads;
+  stats.adapter_host_evictions = host.evictions;
+  stats.adapter_read_ms = host.read_ms;
+  stats.adapter_pack_ms = host.pack_ms;
+  stats.adapter_upload_ms = parts.adapters->upload_ms();
   stats.pages_total = parts.pool->num_pages();
   stats.pages_free = parts.pool->num_free();
   stats.pages_kv = parts.pool->num_used(PageUse::kKv);
   stats.pages_adapter = parts.pool->num_used(PageUse::kAdapter);
+  stats.page_bytes_wasted = parts.adapters->wasted_bytes() +
+                            stats.pages_kv / parts.geometry.layout.num_groups * parts.geometry.wasted_block_bytes();
+  stats.kv_bytes_unfilled = parts.scheduler->num_unfilled_positions() * parts.geometry.token_bytes();
   return stats;
 }
 

@@ -5,6 +5,7 @@
 #include "kernels/base/thread.h"
 #include "runtime/engine/apart.h"
 #include "runtime/engine/engine_parts.h"
+#include "runtime/engine/log.h"
 #include "runtime/engine/memory_plan.h"
 #include "runtime/memory/host_resources.h"
 
@@ -73,6 +74,7 @@ void Engine::Parts::size_up() {
                                 plan_kv_dtype(options));
   info.page_bytes = geometry.page_bytes;
   info.pages_per_block = geometry.layout.num_groups;
+  info.page_reason = geometry.reason;
 }
 
 // Decode steps of every number of rows up to kGraphRows, with and without adapters. One step runs first, on zeros: it
@@ -129,10 +131,13 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   const uint64_t free_bytes = device->is_host() ? host_resources().memory_free_bytes : device->info().memory_free_bytes;
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
+  log_message(LogLevel::kInfo, "page pool: " + std::to_string(info.num_pages) + " pages of " +
+                                   std::to_string(info.page_bytes) + " bytes: " + info.page_reason);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
-  adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
-                                                               config.num_experts, options.upload_bytes_per_second},
-                                            *pool, *kernels, *device, [this] { wake(); });
+  adapters = std::make_unique<AdapterCache>(
+      AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts,
+                         options.upload_bytes_per_second, static_cast<uint64_t>(options.host_memory_bytes), &config},
+      *pool, *kernels, *device, [this] { wake(); });
   const SchedulerLimits limits{info.max_num_sequences,
                                info.max_batch_tokens,
                                logit_rows,
@@ -158,7 +163,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
 
 Engine::Parts::~Parts() {
   stop();
-  adapters->stop_uploads();  // it wakes the engine, which needs the lock
+  adapters->stop_loading();  // it wakes the engine, which needs the lock
   const std::lock_guard<std::mutex> lock(mutex);
   // Hosts may still hold sessions; their leases must not outlive the pool.
   scheduler->drop_all_pages();
@@ -176,6 +181,14 @@ void Engine::Parts::stop() {
   work.notify_all();
   if (thread_.joinable()) {
     thread_.join();
+  }
+  if (failure == Status::kOk && options.audit >= 1) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    try {
+      audit_parts();
+    } catch (const Error& error) {  // an engine that closes has nobody else to tell
+      log_message(LogLevel::kError, std::string("audit at close: ") + error.what());
+    }
   }
   if (failure == Status::kOk) {
     fail(Status::kClosed, "the engine was released");

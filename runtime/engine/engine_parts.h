@@ -55,6 +55,7 @@ class Engine::Parts {
   void wake();
   // Under the lock. Throws the failure, if there was one: then nothing runs any more.
   void check_alive() const;
+  void audit_parts() const;  // under the lock; throws Error{kInternal}
   // Under the lock, on a thread of the host: the queue, if any, will be told if the engine fails.
   void note_queue(const std::shared_ptr<CompletionQueue>& queue);
 
@@ -108,7 +109,7 @@ class Engine::Parts {
 
   void admit_inbox();
   void end_by_host(double now);
-  void poll_uploads(double now);
+  void poll_loads(double now);
   void admit_prefetches();
   void finish_prefetches();
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
@@ -124,11 +125,10 @@ class Engine::Parts {
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
   void record_step(double start, double end);
-  void audit_step();
 
   Batch batch_;
   std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
-  std::vector<FailedUpload> failed_uploads_;
+  std::vector<FailedLoad> failed_loads_;
   std::vector<float> captured_;         // one row of logits on its way to a reader
   uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step
   std::vector<SampleOutput> outputs_;

@@ -56,6 +56,7 @@ class Scheduler {
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
   [[nodiscard]] size_t num_sessions() const { return sessions_.size(); }
+  [[nodiscard]] int64_t num_unfilled_positions() const;  // of leased blocks
   [[nodiscard]] uint64_t num_preemptions() const { return num_preemptions_; }
   [[nodiscard]] uint64_t num_sessions_evicted() const { return num_sessions_evicted_; }
   // Re-derives page and row counts from the sequences; throws Error{kInternal}.

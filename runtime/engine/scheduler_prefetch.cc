@@ -52,7 +52,7 @@ void Scheduler::prefetch_waiting() {
         place(*adapter, pages_beside, Evict::kUnwanted) == Residency::kShort || !adapters_.mark_wanted(*adapter)) {
       return false;
     }
-    ++sequence.num_uploads;
+    sequence.num_uploads += adapters_.is_placed(*adapter) ? 1 : 0;  // 0 while it is read from the disk
     return true;
   });
 }

@@ -29,6 +29,21 @@ bool Scheduler::reclaim_idle(Evict evict) {
   return true;
 }
 
+// Shared blocks are full, so that none counts twice.
+int64_t Scheduler::num_unfilled_positions() const {
+  const auto unfilled = [&](const KvSequence& kv) {
+    return int64_t{kv.pages.size() / geometry_.layout.num_groups} * geometry_.layout.block_tokens - kv.length;
+  };
+  int64_t positions = 0;
+  for (const auto& sequence : running_) {
+    positions += sequence->request().session == nullptr ? unfilled(*sequence->kv) : 0;
+  }
+  for (const auto& session : sessions_) {
+    positions += unfilled(*session->kv);
+  }
+  return positions;
+}
+
 Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
   for (size_t i = running_.size(); i-- > 0;) {
     Sequence* candidate = running_[i].get();

@@ -14,16 +14,27 @@ namespace moelora {
 
 struct KvGeometry {
   KvLayout layout;
+  int32_t num_layers = 0;
   int64_t page_bytes = 0;
   std::string reason;  // why this page size, in words
   [[nodiscard]] int32_t blocks(int64_t tokens) const {
     return static_cast<int32_t>((tokens + layout.block_tokens - 1) / layout.block_tokens);
   }
   [[nodiscard]] int32_t pages(int64_t tokens) const { return blocks(tokens) * layout.num_groups; }
+  // Keys and values of one token, all layers.
+  [[nodiscard]] int64_t token_bytes() const {
+    return int64_t{2} * num_layers * layout.num_kv_heads * layout.head_dim *
+           static_cast<int64_t>(dtype_bytes(layout.dtype));
+  }
+  // Bytes that a block's pages have beyond the keys and values of its tokens.
+  [[nodiscard]] int64_t wasted_block_bytes() const {
+    return layout.num_groups * page_bytes - layout.block_tokens * token_bytes();
+  }
 };
 
-// Pages of G whole layers of a block, so that no page mixes blocks: G divides the layers with the least waste, then
-// brings the page nearest to 128 KiB. An even number of granules (adapter_layout.h).
+// Pages of G whole layers of a block, so that no page mixes blocks: G divides the layers with little waste and brings
+// the page near to 128 KiB. Adapters waste half a page each; smaller pages make longer tables and shorter copies. An
+// even number of granules (adapter_layout.h).
 KvGeometry choose_kv_geometry(int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t block_tokens,
                               Dtype dtype);
 

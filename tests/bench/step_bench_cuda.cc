@@ -126,9 +126,9 @@ class StepBench {
     cache_ = std::make_unique<AdapterCache>(limits, *pool_, kernels_cuda(), *device_, nullptr);
     for (const auto& image : images_) {
       auto adapter = std::make_shared<Adapter>();
-      adapter->image = image;
+      adapter->image = std::make_shared<TieredImage>(image);
       cache_->add(adapter);
-      std::vector<FailedUpload> failed;
+      std::vector<FailedLoad> failed;
       while (failed.empty() && cache_->place(*adapter, 0) == Residency::kLoading) {
         cache_->poll(failed);
       }
