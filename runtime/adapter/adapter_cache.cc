@@ -293,10 +293,15 @@ void AdapterCache::poll(std::vector<FailedUpload>& failed) {
       free_slot(upload.slot);
       continue;
     }
+    const Adapter* told = nullptr;
     for (const auto& adapter : adapters_) {
       if (adapter->image == upload.image) {
         adapter->upload_ms.store(upload.ms);
+        told = adapter.get();
       }
+    }
+    if (told != nullptr && told_) {
+      told_(*told, upload.ms);
     }
     unpublished_.push_back(upload.slot);
     note_slot(upload.image.get(), upload.slot);

@@ -83,6 +83,9 @@ class AdapterCache {
   void poll(std::vector<FailedUpload>& failed);
   // Queues, before the step that may use them, what tells the ops of newly resident images.
   void publish(Stream& stream);
+  // `told` is called in poll for each image that has arrived, with one of its adapters and the upload's milliseconds.
+  void tell_uploads(std::function<void(const Adapter&, double)> told) { told_ = std::move(told); }
+  [[nodiscard]] int32_t num_uploading() const { return uploader_.num_begun(); }
   [[nodiscard]] bool is_uploading() const { return !uploader_.is_empty(); }
   void stop_uploads() { uploader_.stop(); }
 
@@ -131,6 +134,7 @@ class AdapterCache {
   std::vector<std::shared_ptr<Adapter>> adapters_;
   std::vector<std::shared_ptr<Adapter>> leaving_;  // removed, with requests in flight then
   std::unordered_map<std::string, std::shared_ptr<Adapter>> names_;
+  std::function<void(const Adapter&, double)> told_;
   uint64_t clock_ = 0;
   uint64_t host_bytes_ = 0;
   uint64_t num_loads_ = 0, num_evictions_ = 0, num_hits_ = 0;

@@ -209,6 +209,9 @@ int main(void) {
   FIELD(adapter_host_bytes)
   FIELD(active_experts)
   FIELD(last_step_ms)
+  FIELD(steps_ms)
+  FIELD(adapters_loading)
+  FIELD(adapter_load_bytes)
   END
   BEGIN(moelora_adapter_stats)
   FIELD(struct_size)
@@ -217,6 +220,11 @@ int main(void) {
   FIELD(output_tokens)
   FIELD(loads)
   FIELD(hits)
+  FIELD(prompt_tokens)
+  FIELD(resident)
+  FIELD(running)
+  FIELD(waiting)
+  FIELD(reserved2)
   END
   BEGIN(moelora_step_record)
   FIELD(start_ms)
