@@ -825,8 +825,8 @@ MOELORA_API moelora_status moelora_adapter_stats_get(moelora_engine *engine, moe
 MOELORA_API moelora_status moelora_metrics_text(moelora_engine *engine, char *buf, size_t cap, size_t *n,
                                                 moelora_error *err);
 /** Writes the newest steps, uploads of adapters and requests, as many as the option timeline_events says, to a file as
-    JSON that Perfetto and chrome://tracing show: steps with rows, adapters, pages and queue. What left before it could be
-    written is counted in otherData.dropped_events. An existing file is overwritten. since 0.1.
+    JSON that Perfetto and chrome://tracing show: steps with rows, adapters, pages and queue. What left before it could
+    be written is counted in otherData.dropped_events. An existing file is overwritten. since 0.1.
     Errors: E_INVALID if timeline_events is 0; E_IO naming the file. Ownership: -. Threads: any; blocks, while steps
     go on. */
 MOELORA_API moelora_status moelora_timeline_write(moelora_engine *engine, const char *path, size_t path_len,
