@@ -807,6 +807,9 @@ typedef struct moelora_stats {
   double adapter_read_ms;            /* of those loads: bringing their files to memory */
   double adapter_pack_ms;            /* checking and packing */
   double adapter_upload_ms;          /* of all copies to the device */
+  double steps_ms;              /* of all steps together */
+  int64_t adapters_loading;     /* on their way to the device */
+  uint64_t adapter_load_bytes;  /* that have arrived there */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -818,6 +821,11 @@ typedef struct moelora_adapter_stats {
   uint64_t output_tokens;
   uint64_t loads; /* to the device */
   uint64_t hits;  /* requests that found it there */
+  uint64_t prompt_tokens;
+  int32_t resident; /* 1: on the device */
+  int32_t running;  /* requests now */
+  int32_t waiting;
+  int32_t reserved2;
 } moelora_adapter_stats;
 #define moelora_adapter_stats_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -826,10 +834,18 @@ MOELORA_API moelora_status moelora_stats_get(moelora_engine *engine, moelora_sta
 /** since 0.1. Errors: none of its own. Ownership: caller owns stats. Threads: any. */
 MOELORA_API moelora_status moelora_adapter_stats_get(moelora_engine *engine, moelora_adapter adapter,
                                                      moelora_adapter_stats *stats, moelora_error *err);
-/** Everything above as Prometheus text (version 0.0.4), adapters by name; two-step, without a NUL. since 0.1.
+/** Everything above and histograms of times as Prometheus text (version 0.0.4); two-step, without a NUL. Adapters, by
+    name and handle, as many as the option metrics_adapters says, those with the most requests. since 0.1.
     Errors: MORE. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_metrics_text(moelora_engine *engine, char *buf, size_t cap, size_t *n,
                                                 moelora_error *err);
+/** Writes the newest steps, uploads of adapters and requests, as many as the option timeline_events says, to a file as
+    JSON that Perfetto and chrome://tracing show: steps with rows, adapters, pages and queue. What left before it could
+    be written is counted in otherData.dropped_events. An existing file is overwritten. since 0.1.
+    Errors: E_INVALID if timeline_events is 0; E_IO naming the file. Ownership: -. Threads: any; blocks, while steps
+    go on. */
+MOELORA_API moelora_status moelora_timeline_write(moelora_engine *engine, const char *path, size_t path_len,
+                                                  moelora_error *err);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -22,7 +22,7 @@ struct Adapter {
   std::atomic<int32_t> pins{0};       // by the host; a pinned adapter is not evicted from the device
   std::atomic<int32_t> in_flight{0};  // requests submitted and not finished
   std::atomic<bool> unloaded{false};
-  std::atomic<uint64_t> requests{0}, tokens{0}, loads{0}, hits{0};
+  std::atomic<uint64_t> requests{0}, prompt_tokens{0}, tokens{0}, loads{0}, hits{0};
   std::atomic<double> upload_ms{0};  // of the image's last upload
 };
 

@@ -242,6 +242,9 @@ void AdapterCache::poll(std::vector<FailedLoad>& failed) {
     for (Adapter* adapter : image->adapters) {
       adapter->upload_ms.store(upload.ms);
     }
+    if (told_ && !image->adapters.empty()) {
+      told_(*image->adapters.front(), upload.ms);
+    }
     unpublished_.push_back(upload.slot);
     note_slot(*image, upload.slot);
   }

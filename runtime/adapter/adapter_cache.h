@@ -83,6 +83,9 @@ class AdapterCache {
   void poll(std::vector<FailedLoad>& failed);
   // Queues, before the step that may use them, what tells the ops of newly resident images.
   void publish(Stream& stream);
+  // `told` is called in poll for each image that has arrived, with one of its adapters and the upload's milliseconds.
+  void tell_uploads(std::function<void(const Adapter&, double)> told) { told_ = std::move(told); }
+  [[nodiscard]] int32_t num_uploading() const { return uploader_.num_begun(); }
   [[nodiscard]] bool is_loading() const { return !uploader_.is_empty() || host_.is_reading(); }
   void stop_loading();
 
@@ -142,6 +145,7 @@ class AdapterCache {
   std::unordered_map<std::string, std::shared_ptr<Adapter>> names_;
   std::vector<std::shared_ptr<Adapter>> leaving_;           // removed, with requests in flight then
   std::vector<std::shared_ptr<TieredImage>> unregistered_;  // that `collect` must look at
+  std::function<void(const Adapter&, double)> told_;
   uint64_t clock_ = 0;
   uint64_t wanted_epoch_ = 1;
   double level_ = 0;

@@ -49,6 +49,7 @@ class AdapterUploader {
   [[nodiscard]] static uint64_t staging_bytes(int64_t page_bytes, bool is_host);
 
   [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxUploads; }
+  [[nodiscard]] int32_t num_begun() const { return static_cast<int32_t>(num_added_ - num_taken_); }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
   void add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages,
            std::atomic<uint64_t>* bytes = nullptr);

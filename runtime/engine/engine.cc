@@ -108,7 +108,7 @@ void Engine::Parts::commit(double now) {
   for (const BatchEntry& entry : batch_.entries) {
     Sequence& sequence = *entry.sequence;
     sequence.kv->length = entry.first + entry.count;
-    counters.prompt_tokens += static_cast<uint64_t>(std::clamp(sequence.num_prompt - entry.first, 0, entry.count));
+    count_prompt(sequence, entry);
   }
   if (batch_.entries.empty()) {
     return;

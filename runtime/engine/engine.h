@@ -15,6 +15,7 @@
 
 #include "runtime/adapter/adapter.h"
 #include "runtime/adapter/adapter_image.h"
+#include "runtime/engine/histogram.h"
 #include "runtime/engine/options.h"
 #include "runtime/engine/request.h"
 #include "runtime/engine/sequence.h"
@@ -50,16 +51,29 @@ struct EngineStats {  // monotonic counters and gauges
   uint64_t adapter_loads = 0, adapter_evictions = 0, adapter_hits = 0;
   uint64_t active_expert_sum = 0, moe_layer_steps = 0;  // active experts a layer = sum / layer_steps
   uint64_t adapters_touched_last = 0;
+  uint64_t adapter_load_bytes = 0;  // of uploads that arrived
   int64_t running = 0, waiting = 0, adapters_registered = 0, adapters_resident = 0, sessions = 0;
   int64_t pages_total = 0, pages_free = 0, pages_kv = 0, pages_adapter = 0;
   uint64_t adapter_host_bytes = 0;
-  double last_step_ms = 0;
+  double last_step_ms = 0, steps_ms = 0;
   // Of leased pages: what no stream and no position of a block uses; positions of blocks that no token has yet.
   int64_t page_bytes_wasted = 0, kv_bytes_unfilled = 0;
   // Tiers of adapters; clones count once. Host copies include those on their way from the disk.
   int64_t adapters_in_host_memory = 0, adapters_on_disk_only = 0;
   uint64_t adapter_host_loads = 0, adapter_host_evictions = 0;
   double adapter_read_ms = 0, adapter_pack_ms = 0, adapter_upload_ms = 0;  // of all loads after registration
+  int64_t adapters_loading = 0;
+  Histogram step, queue, first_token, request;
+
+  [[nodiscard]] double mean_active_experts() const {  // a MoE layer and step; 0 for dense models
+    return moe_layer_steps == 0 ? 0.0 : static_cast<double>(active_expert_sum) / static_cast<double>(moe_layer_steps);
+  }
+};
+
+// Requests of one adapter now.
+struct AdapterQueue {
+  uint64_t adapter = 0;  // Adapter::id
+  int32_t running = 0, waiting = 0;
 };
 
 // One step as the bench sees it (ring of the last steps, experimental).
@@ -81,6 +95,11 @@ class Engine {
   [[nodiscard]] const EngineInfo& info() const;
   [[nodiscard]] const EngineOptions& options() const;
   [[nodiscard]] EngineStats stats() const;
+  // Of every adapter that requests run with or wait for, in order of id.
+  [[nodiscard]] std::vector<AdapterQueue> adapter_queues() const;
+  // Writes the events that are kept (option timeline_events) as a trace for Chrome or Perfetto. Steps go on meanwhile.
+  // Throws Error: kInvalid without that option, kIo.
+  void write_timeline(const std::string& path) const;
   // kOk, or the fatal status with its text.
   Status health(std::string* message) const;
   // No new work from here on; waits until all is finished: kOk or kTimeout.

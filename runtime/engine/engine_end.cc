@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How sequences end, how the engine fails, and what is noted about a step. Engine thread.
+// How sequences end and how the engine fails. Engine thread.
 #include <algorithm>
 #include <new>
 
@@ -70,6 +70,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   emission->finished = true;
   emission->result = result;
 
+  record_end(sequence, now);
   ++counters.requests_finished;
   if (reason == FinishReason::kCancelled) {
     ++counters.requests_cancelled;
@@ -240,35 +241,6 @@ void Engine::Parts::finish_prefetches() {
     }
     return prefetch.answered;
   });
-}
-
-void Engine::Parts::record_step(double start, double end) {
-  ++counters.steps;
-  counters.last_step_ms = end - start;
-  const auto* totals = reinterpret_cast<const uint32_t*>(workspace->totals().host());
-  const auto moe_layers = static_cast<uint64_t>(
-      std::count_if(config.layer_is_moe.begin(), config.layer_is_moe.end(), [](uint8_t is) { return is != 0; }));
-  const uint32_t active = totals[0] - totals_before_[0];
-  const uint32_t segments = totals[1] - totals_before_[1];
-  std::copy_n(totals, 2, totals_before_);
-  counters.active_expert_sum += active;
-  counters.moe_layer_steps += moe_layers;
-  counters.adapters_touched_last = static_cast<uint64_t>(step_input->num_adapters());
-  StepRecord& record = records[num_records++ % records.size()];
-  record.start_ms = start;
-  record.ms = end - start;
-  record.rows = batch_.num_rows;
-  record.prefill_rows = batch_.num_prefill_rows;
-  record.sequences = static_cast<int32_t>(batch_.entries.size());
-  record.adapters = step_input->num_adapters();
-  record.active_experts = moe_layers == 0 ? 0.0f : static_cast<float>(active) / static_cast<float>(moe_layers);
-  record.lora_bytes = step_input->lora_bytes(static_cast<int32_t>(segments));
-  const double token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim *
-                             static_cast<double>(dtype_bytes(geometry.layout.dtype));
-  record.kv_bytes = 0;
-  for (const BatchEntry& entry : batch_.entries) {
-    record.kv_bytes += token_bytes * (entry.first + entry.count);
-  }
 }
 
 void Engine::Parts::audit_parts() const {

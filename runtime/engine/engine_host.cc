@@ -63,6 +63,7 @@ EngineStats Engine::stats() const {
   stats.preemptions = parts.scheduler->num_preemptions();
   stats.sessions_evicted = parts.scheduler->num_sessions_evicted();
   stats.adapters_registered = static_cast<int64_t>(parts.adapters->num_registered());
+  stats.adapters_loading = parts.adapters->num_uploading();
   stats.adapters_resident = parts.adapters->num_resident();
   stats.adapter_loads = parts.adapters->num_loads();
   stats.adapter_evictions = parts.adapters->num_evictions();

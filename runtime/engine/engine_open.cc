@@ -159,6 +159,8 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   emissions_.resize(static_cast<size_t>(2 * info.max_num_sequences + options.max_queued_requests) + 1);
   inbox.reserve(static_cast<size_t>(options.max_queued_requests));
   records.resize(kNumRecords);
+  timeline = Timeline(static_cast<size_t>(options.timeline_events));
+  adapters->tell_uploads([this](const Adapter& adapter, double ms) { record_upload(adapter, ms); });
 }
 
 Engine::Parts::~Parts() {

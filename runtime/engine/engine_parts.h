@@ -17,6 +17,7 @@
 #include "runtime/engine/engine.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/engine/step_input.h"
+#include "runtime/engine/timeline.h"
 #include "runtime/model/model.h"
 
 namespace moelora {
@@ -95,6 +96,7 @@ class Engine::Parts {
   double probe_bandwidth = 0;
   std::vector<StepRecord> records;  // ring
   uint64_t num_records = 0;
+  Timeline timeline;
 
  private:
   void run();
@@ -124,13 +126,17 @@ class Engine::Parts {
   void size_up();
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
+  void count_prompt(const Sequence& sequence, const BatchEntry& entry);
   void record_step(double start, double end);
+  void record_upload(const Adapter& adapter, double ms);
+  void record_end(const Sequence& sequence, double now);
 
   Batch batch_;
   std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
   std::vector<FailedLoad> failed_loads_;
   std::vector<float> captured_;         // one row of logits on its way to a reader
   uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step
+  uint64_t loads_before_ = 0;           // at the last step
   std::vector<SampleOutput> outputs_;
   std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
   size_t num_emissions_ = 0;

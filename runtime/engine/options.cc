@@ -94,6 +94,12 @@ const std::vector<Row>& rows() {
       {{"kernels", kString, "auto", "CPU: auto, or reference (plain loops, slow)."},
        &O::kernels, 0, 0, {"auto", "reference"}},
       {{"graphs", kBool, "true", "GPU: decode steps are recorded once at open and launched as graphs."}, &O::graphs},
+      {{"timeline_events", kInt, "0",
+        "Newest steps, uploads and requests that are kept for moelora_timeline_write; 0 = none."},
+       &O::timeline_events, 0, 16777216},
+      {{"metrics_adapters", kInt, "256",
+        "Adapters with series of their own in moelora_metrics_text, those with the most requests; 0 = none."},
+       &O::metrics_adapters, 0, kMax32},
       {{"audit", kInt, "0", "Self-checks: 0 off, 1 at load and close, 2 every step."}, &O::audit, 0, 2},
   };
   // clang-format on

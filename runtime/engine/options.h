@@ -59,6 +59,8 @@ struct EngineOptions {
   std::string kernels = "auto";             // auto | reference (CPU: the plain loops)
   bool graphs = true;                       // GPU: decode steps as recorded graphs
   int64_t audit = 0;                        // 0 off, 1 at load and close, 2 every step
+  int64_t timeline_events = 0;              // kept for write_timeline; 0 = off
+  int64_t metrics_adapters = 256;           // adapters with series of their own in the metrics' text
   std::shared_ptr<LoadProgress> progress;   // not a key; null = nobody watches
   // Not a key; tests put a device between engine and device.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap_device;

@@ -221,6 +221,9 @@ int main(void) {
   FIELD(adapter_read_ms)
   FIELD(adapter_pack_ms)
   FIELD(adapter_upload_ms)
+  FIELD(steps_ms)
+  FIELD(adapters_loading)
+  FIELD(adapter_load_bytes)
   END
   BEGIN(moelora_adapter_stats)
   FIELD(struct_size)
@@ -229,6 +232,11 @@ int main(void) {
   FIELD(output_tokens)
   FIELD(loads)
   FIELD(hits)
+  FIELD(prompt_tokens)
+  FIELD(resident)
+  FIELD(running)
+  FIELD(waiting)
+  FIELD(reserved2)
   END
   BEGIN(moelora_step_record)
   FIELD(start_ms)

@@ -69,6 +69,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   options.max_num_sequences = 8;
   options.max_batch_tokens = 40;
   options.max_adapters_resident = 3;  // five adapters take turns
+  options.timeline_events = 500;      // and the oldest leave
   const auto engine = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
   std::vector<std::shared_ptr<Adapter>> adapters = {nullptr};
   for (const char* name : {"attn", "experts", "patterns", "rslora", "experts_2d"}) {
