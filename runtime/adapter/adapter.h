@@ -9,6 +9,7 @@
 #include <string>
 
 #include "runtime/adapter/adapter_image.h"
+#include "runtime/adapter/fair_share.h"
 
 namespace moelora {
 
@@ -23,6 +24,7 @@ struct Adapter {
   std::atomic<bool> unloaded{false};
   std::atomic<uint64_t> requests{0}, tokens{0}, loads{0}, hits{0};
   std::atomic<double> upload_ms{0};  // of the image's last upload
+  FairShare share;                   // under the engine's lock
 };
 
 }  // namespace moelora
