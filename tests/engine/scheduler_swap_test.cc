@@ -121,4 +121,37 @@ TEST_CASE("one that is cancelled while it is swapped gives its places back", "[s
   CHECK(harness.pool.num_used(PageUse::kKv) == 0);
 }
 
+TEST_CASE("a step that copies pages to the host begins no upload", "[scheduler]") {
+  SchedulerHarness::Options options = options_of(24, 64);
+  options.limits.output_buffer_tokens = 4;
+  SchedulerHarness harness(options);
+  const auto unread = harness.submit(SchedulerHarness::request(nullptr, 56, 20));  // pauses with 15 of 24 pages
+  for (int i = 0; i < 20; ++i) {
+    harness.step();
+  }
+  REQUIRE(unread->num_outputs() == 4);
+  const auto other = harness.submit(SchedulerHarness::request(harness.add_adapter(8), 20, 3));
+  bool swapped = false;
+  for (int i = 0; i < 20 && other->state != SequenceState::kFinished; ++i) {
+    const uint64_t loads = harness.adapters.num_loads();
+    harness.step();
+    if (!harness.batch.swaps_out.pages.empty()) {
+      swapped = true;
+      CHECK(harness.adapters.num_loads() == loads);
+    }
+  }
+  CHECK(swapped);
+  CHECK(other->state == SequenceState::kFinished);
+  CHECK(unread->swap.num_tokens == 59);
+  // Once it is read it comes back, its marks with it.
+  int32_t tokens[16];
+  size_t count = 0;
+  while (!harness.is_idle()) {
+    unread->submission->stream->emit(2, nullptr, 0);
+    REQUIRE(unread->submission->stream->read(0, tokens, 16, &count) == Status::kOk);
+    harness.step();
+  }
+  CHECK(harness.num_rows_computed == 56 + 19 + 20 + 2);
+}
+
 }  // namespace moelora::test
