@@ -457,6 +457,11 @@ MOELORA_API moelora_status moelora_adapter_prefetch(moelora_engine *engine, moel
 MOELORA_API moelora_status moelora_adapter_pin(moelora_engine *engine, moelora_adapter adapter, moelora_error *err);
 /** since 0.1. Errors: E_INVALID without a pin. Ownership: -. Threads: any. */
 MOELORA_API moelora_status moelora_adapter_unpin(moelora_engine *engine, moelora_adapter adapter, moelora_error *err);
+/** Share of the adapter, 0.001 to 1000, initially 1, where option `fairness` is "adapter": twice the weight, twice the
+    tokens while all have requests waiting. Adapter 0: the base, all its requests together. A clone has its own.
+    since 0.1. Errors: E_INVALID outside the range. Ownership: -. Threads: any. */
+MOELORA_API moelora_status moelora_adapter_set_weight(moelora_engine *engine, moelora_adapter adapter, double weight,
+                                                      moelora_error *err);
 /** The handle is gone at once; running requests finish, memory goes with the last user. since 0.1.
     Errors: E_BUSY with MOELORA_UNLOAD_IF_IDLE while requests are in flight. Ownership: ends the caller's. Threads:
     any. */
@@ -636,7 +641,8 @@ MOELORA_API moelora_status moelora_request_set_queue(moelora_engine *engine, moe
 /** Higher runs first; initially 0. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_priority(moelora_engine *engine, moelora_request request,
                                                         int32_t priority, moelora_error *err);
-/** Ends the request this long after submit, whatever has been produced; 0 = none. since 0.1 */
+/** Ends the request this long after submit, whatever has been produced; 0 = none. With option `early_refusal` sooner,
+    if it waits and cannot end by then. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_deadline(moelora_engine *engine, moelora_request request,
                                                         uint64_t milliseconds, moelora_error *err);
 /** Keeps prefix caches of tenants apart: shared only among requests of equal salt. At most 256 bytes. since 0.1 */
@@ -810,6 +816,7 @@ typedef struct moelora_stats {
   double steps_ms;              /* of all steps together */
   int64_t adapters_loading;     /* on their way to the device */
   uint64_t adapter_load_bytes;  /* that have arrived there */
+  uint64_t swaps;               /* of preemptions: the KV went to host memory */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 

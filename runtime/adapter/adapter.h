@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "runtime/adapter/fair_share.h"
 #include "runtime/adapter/tiered_image.h"
 
 namespace moelora {
@@ -24,6 +25,7 @@ struct Adapter {
   std::atomic<bool> unloaded{false};
   std::atomic<uint64_t> requests{0}, prompt_tokens{0}, tokens{0}, loads{0}, hits{0};
   std::atomic<double> upload_ms{0};  // of the image's last upload
+  FairShare share;                   // under the engine's lock
 };
 
 }  // namespace moelora

@@ -177,6 +177,15 @@ moelora_status moelora_adapter_unpin(moelora_engine* engine, moelora_adapter ada
   });
 }
 
+moelora_status moelora_adapter_set_weight(moelora_engine* engine, moelora_adapter adapter, double weight,
+                                          moelora_error* err) {
+  return guard(err, [&] {
+    const EngineCall call(engine);
+    call->engine->set_weight(call->adapter_or_base(adapter), weight);
+    return Status::kOk;
+  });
+}
+
 moelora_status moelora_adapter_unload(moelora_engine* engine, moelora_adapter adapter, uint32_t flags,
                                       moelora_error* err) {
   return guard(err, [&] {

@@ -76,6 +76,7 @@ void add_counters(Exposition& out, const EngineStats& stats) {
   counter("moelora_cached_tokens_total", "Prompt tokens that were not computed again.", stats.cached_tokens);
   counter("moelora_output_tokens_total", "Tokens generated.", stats.output_tokens);
   counter("moelora_preemptions_total", "Sequences put back for lack of pages.", stats.preemptions);
+  counter("moelora_swaps_total", "Preemptions whose KV went to host memory.", stats.swaps);
   counter("moelora_sessions_evicted_total", "Sessions whose KV was dropped.", stats.sessions_evicted);
   counter("moelora_adapter_loads_total", "Uploads of adapters to the device that were begun.", stats.adapter_loads);
   counter("moelora_adapter_load_bytes_total", "Bytes of adapters that arrived on the device.",

@@ -50,6 +50,7 @@ moelora_stats to_stats(const EngineStats& stats) {
   out.steps_ms = stats.steps_ms;
   out.adapters_loading = stats.adapters_loading;
   out.adapter_load_bytes = stats.adapter_load_bytes;
+  out.swaps = stats.swaps;
   return out;
 }
 

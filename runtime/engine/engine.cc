@@ -21,6 +21,7 @@ bool Engine::Parts::step() {
     scheduler->schedule(batch_, start);  // who runs, with how many tokens; pages and adapter slots are taken
     admit_prefetches();
   }
+  swap_pages();  // what was preempted to the host, what resumes back
   if (!batch_.entries.empty()) {
     stage();    // the batch as flat arrays; the device is told of adapters that have arrived
     forward();  // layers; logits of the wanted rows

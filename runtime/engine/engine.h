@@ -47,7 +47,7 @@ struct EngineInfo {
 
 struct EngineStats {  // monotonic counters and gauges
   uint64_t steps = 0, requests_submitted = 0, requests_finished = 0, requests_cancelled = 0, requests_failed = 0;
-  uint64_t prompt_tokens = 0, cached_tokens = 0, output_tokens = 0, preemptions = 0, sessions_evicted = 0;
+  uint64_t prompt_tokens = 0, cached_tokens = 0, output_tokens = 0, preemptions = 0, swaps = 0, sessions_evicted = 0;
   uint64_t adapter_loads = 0, adapter_evictions = 0, adapter_hits = 0;
   uint64_t active_expert_sum = 0, moe_layer_steps = 0;  // active experts a layer = sum / layer_steps
   uint64_t adapters_touched_last = 0;
@@ -124,6 +124,8 @@ class Engine {
   std::vector<std::shared_ptr<Adapter>> list_adapters() const;
   // New requests are refused at once; memory goes with the last user. if_idle: kBusy if in flight.
   void unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idle);
+  // Of the base where `adapter` is null; for option fairness = adapter. Throws kInvalid.
+  void set_weight(const std::shared_ptr<Adapter>& adapter, double weight);
   // Asks for residency; when there, pushes kAdapterReady to `queue` (may be null).
   void prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue,
                         uint64_t handle, uint64_t tag);

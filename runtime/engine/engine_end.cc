@@ -11,9 +11,11 @@ namespace moelora {
 void Engine::Parts::end_by_host(double now) {
   const auto overdue = [&](const Sequence& sequence) {
     const Submission& submission = *sequence.submission;
-    return submission.cancelled.load() || (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
+    return submission.cancelled.load() || sequence.is_late ||
+           (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
            (options.overrun == "fail" && sequence.num_unread() >= static_cast<size_t>(options.output_buffer_tokens));
   };
+  scheduler->mark_late(now);
   for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
     for (size_t i = 0; i < list->size();) {
       Sequence& sequence = *(*list)[i];
@@ -23,6 +25,8 @@ void Engine::Parts::end_by_host(double now) {
         end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled", now);
       } else if (sequence.submission->deadline_at_ms > 0 && now >= sequence.submission->deadline_at_ms) {
         end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "deadline passed", now);
+      } else if (sequence.is_late) {
+        end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "would be late", now);
       } else {
         end_sequence(sequence, FinishReason::kError, Status::kOverrun,
                      "the reader is output_buffer_tokens behind (option overrun = fail)", now);

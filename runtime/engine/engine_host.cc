@@ -60,8 +60,9 @@ EngineStats Engine::stats() const {
   stats.running = static_cast<int64_t>(parts.scheduler->running().size());
   stats.waiting = static_cast<int64_t>(parts.scheduler->waiting().size() + parts.inbox.size());
   stats.sessions = static_cast<int64_t>(parts.scheduler->num_sessions());
-  stats.preemptions = parts.scheduler->num_preemptions();
-  stats.sessions_evicted = parts.scheduler->num_sessions_evicted();
+  stats.preemptions = parts.scheduler->counters().preemptions;
+  stats.sessions_evicted = parts.scheduler->counters().sessions_evicted;
+  stats.swaps = parts.scheduler->counters().swaps;
   stats.adapters_registered = static_cast<int64_t>(parts.adapters->num_registered());
   stats.adapters_loading = parts.adapters->num_uploading();
   stats.adapters_resident = parts.adapters->num_resident();

@@ -31,6 +31,7 @@ void Engine::Parts::record_step(double start, double end) {
   StepRecord& record = records[num_records++ % records.size()];
   record.start_ms = start;
   record.ms = end - start;
+  note_rates(record.ms);
   record.rows = batch_.num_rows;
   record.prefill_rows = batch_.num_prefill_rows;
   record.sequences = static_cast<int32_t>(batch_.entries.size());

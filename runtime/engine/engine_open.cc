@@ -143,8 +143,19 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
                                logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
                                static_cast<int32_t>(options.prefetch_requests),
-                               static_cast<int32_t>(options.output_buffer_tokens)};
-  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
+                               static_cast<int32_t>(options.output_buffer_tokens),
+                               static_cast<int32_t>(options.max_overtaking_steps),
+                               static_cast<int32_t>(options.max_loads_per_step),
+                               options.fairness == "adapter",
+                               options.early_refusal};
+  if (options.swap_memory_bytes > 0) {
+    swap_space = std::make_unique<SwapSpace>(options.swap_memory_bytes, info.page_bytes, *device);
+    for (PageMoves* moves : {&batch_.swaps_out, &batch_.swaps_in}) {
+      moves->pages.reserve(static_cast<size_t>(swap_space->num_places()));
+      moves->places.reserve(static_cast<size_t>(swap_space->num_places()));
+    }
+  }
+  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, swap_space.get());
   step_input = std::make_unique<StepInput>(
       StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
                       geometry.blocks(info.max_context_tokens), config.vocab_size, rank_limit},

@@ -70,6 +70,7 @@ class Engine::Parts {
   std::unique_ptr<Stream> stream;
   std::unique_ptr<PagePool> pool;
   std::unique_ptr<AdapterCache> adapters;
+  std::unique_ptr<SwapSpace> swap_space;  // null without swap_memory_bytes
   std::unique_ptr<Scheduler> scheduler;
   std::unique_ptr<Workspace> workspace;
   std::unique_ptr<StepInput> step_input;
@@ -109,6 +110,8 @@ class Engine::Parts {
   void emit();
   void deliver();
 
+  void swap_pages();
+  void note_rates(double ms);
   void admit_inbox();
   void end_by_host(double now);
   void poll_loads(double now);

@@ -97,6 +97,14 @@ void Engine::unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idl
   parts_->wake();
 }
 
+void Engine::set_weight(const std::shared_ptr<Adapter>& adapter, double weight) {
+  if (!(weight >= 1e-3 && weight <= 1e3)) {
+    throw Error(Status::kInvalid, "weight " + std::to_string(weight) + " is outside [0.001, 1000]");
+  }
+  const std::lock_guard<std::mutex> lock(parts_->mutex);
+  (adapter == nullptr ? parts_->scheduler->base_share() : adapter->share).weight = weight;
+}
+
 void Engine::prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue,
                               uint64_t handle, uint64_t tag) {
   {

@@ -8,17 +8,21 @@
 namespace moelora {
 
 // After admit_waiting. What is there already is marked first, so that none of it leaves for another; then the rest is
-// placed in order of rank. All of it is ahead of need: nothing leaves unless it makes room enough, and the pages that
-// those before will take stay free.
+// placed in the order of admission. All of it is ahead of need: nothing leaves unless it makes room enough, and the
+// pages that those before will take stay free.
 void Scheduler::prefetch_waiting() {
   adapters_.forget_wanted();
   const auto walk = [&](const auto& visit) {
     int32_t left = limits_.num_prefetched_max;
-    for (size_t i = 0; i < waiting_.size() && left > 0; ++i) {
-      Sequence& sequence = *waiting_[i];
+    order_.begin(waiting_);
+    double passed = 0;
+    while (Sequence* next = left > 0 ? order_.next(waiting_, passed) : nullptr) {
+      Sequence& sequence = *next;
+      passed = 0;
       if (is_paused(sequence)) {
         continue;
       }
+      passed = FairOrder::prompt_price(sequence);
       --left;
       if (!visit(sequence, sequence.row_scale != 0.0f ? sequence.request().adapter.get() : nullptr)) {
         return;

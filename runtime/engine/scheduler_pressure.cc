@@ -25,7 +25,7 @@ bool Scheduler::reclaim_idle(Evict evict) {
     return false;
   }
   oldest->kv->truncate(geometry_, 0);
-  ++num_sessions_evicted_;
+  ++counters_.sessions_evicted;
   return true;
 }
 
@@ -44,6 +44,21 @@ int64_t Scheduler::num_unfilled_positions() const {
   return positions;
 }
 
+bool Scheduler::reclaim_waiting(const Sequence* wants) {
+  for (size_t i = waiting_.size(); i-- > 0;) {
+    if (waiting_[i].get() == wants) {
+      if (!limits_.is_fair_by_adapter) {
+        return false;
+      }
+    } else if (waiting_[i]->kv->pages.size() > 0) {
+      waiting_[i]->kv->truncate(geometry_, 0);
+      ++counters_.sessions_evicted;
+      return true;
+    }
+  }
+  return false;
+}
+
 Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch) const {
   for (size_t i = running_.size(); i-- > 0;) {
     Sequence* candidate = running_[i].get();
@@ -59,9 +74,9 @@ Sequence* Scheduler::preemption_victim(const Sequence& wants, const Batch& batch
   return nullptr;
 }
 
-Room Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch) {
+Room Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, Batch& batch) {
   while (!sequence.kv->try_extend(geometry_, tokens)) {
-    if (reclaim_idle()) {
+    if (reclaim_idle() || reclaim_waiting(nullptr)) {
       continue;
     }
     is_short_ = true;
@@ -72,7 +87,7 @@ Room Scheduler::ensure_pages(Sequence& sequence, int32_t tokens, const Batch& ba
     if (victim == nullptr) {
       return Room::kNone;
     }
-    preempt(*victim);
+    preempt(*victim, batch);
   }
   return Room::kTaken;
 }
@@ -89,34 +104,41 @@ void Scheduler::give_back(Sequence& sequence) {
   sequence.token_state_ready = false;
 }
 
-void Scheduler::preempt(Sequence& sequence) {
+void Scheduler::preempt(Sequence& sequence, Batch& batch) {
   const auto at =
       std::find_if(running_.begin(), running_.end(), [&](const auto& held) { return held.get() == &sequence; });
   MOELORA_ASSERT(at != running_.end());
   std::shared_ptr<Sequence> owner = *at;
   running_.erase(at);
+  swap_out(sequence, batch);
   sequence.kv->truncate(geometry_, 0);
   give_back(sequence);
   sequence.state = SequenceState::kWaiting;
+  order_.note_wait(sequence);
   ++sequence.result.preemptions;
-  ++num_preemptions_;
+  ++counters_.preemptions;
   insert_waiting(std::move(owner));
 }
 
-bool Scheduler::preempt_paused() {
+bool Scheduler::preempt_paused(Batch& batch) {
   for (size_t i = running_.size(); i-- > 0;) {
     if (is_paused(*running_[i])) {
-      preempt(*running_[i]);
+      preempt(*running_[i], batch);
       return true;
     }
   }
   return false;
 }
 
-bool Scheduler::may_be_overtaken(Sequence& sequence) const {
+void Scheduler::note_blocked(Sequence& sequence) const {
+  sequence.blocked_at = sequence.blocked_at < 0 ? num_steps_ : sequence.blocked_at;
+}
+
+bool Scheduler::may_be_overtaken(Sequence& sequence) {
+  note_blocked(sequence);
   const Adapter* adapter = sequence.request().adapter.get();
   const bool waits_for_pins = adapter != nullptr && sequence.row_scale != 0.0f && !adapters_.can_place(*adapter);
-  return waits_for_pins || ++sequence.num_overtaken <= kOvertakenMax;
+  return waits_for_pins || num_steps_ - sequence.blocked_at < limits_.num_overtaking_steps_max;
 }
 
 }  // namespace moelora

@@ -224,6 +224,7 @@ int main(void) {
   FIELD(steps_ms)
   FIELD(adapters_loading)
   FIELD(adapter_load_bytes)
+  FIELD(swaps)
   END
   BEGIN(moelora_adapter_stats)
   FIELD(struct_size)

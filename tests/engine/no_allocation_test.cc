@@ -134,4 +134,47 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   CHECK(allocations.load() > 0);
 }
 
+TEST_CASE("steps that preempt, swap and choose between adapters allocate nothing", "[engine][allocation]") {
+  is_host = true;
+  for (const bool swaps : {false, true}) {
+    EngineOptions options;
+    options.num_threads = 2;
+    options.max_num_sequences = 4;
+    options.fairness = "adapter";
+    options.early_refusal = true;
+    const auto roomy = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
+    const int64_t block_bytes = roomy->info().pages_per_block * roomy->info().page_bytes;
+    options.swap_memory_bytes = swaps ? 12 * block_bytes : 0;
+    const auto sample = load_adapter(*roomy, case_dir("qwen3_moe") + "/adapters/attn", "sample");
+    options.device_memory_bytes = static_cast<int64_t>(sample->image->stream_bytes) + 13 * block_bytes;
+    const auto engine = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
+    const auto adapter = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "a");
+    const auto wave = [&](int32_t count) {
+      std::vector<std::shared_ptr<Submission>> submissions;
+      for (int32_t i = 0; i < count; ++i) {
+        Request request = greedy_request({i, 2, 3, 4, 5}, 60 + i);  // 5 blocks each
+        request.adapter = i % 2 == 0 ? nullptr : adapter;
+        request.deadline_ms = 600000;
+        submissions.push_back(make_submission(*engine, request));
+        engine->submit(submissions.back());
+      }
+      for (const auto& submission : submissions) {
+        CHECK(!read_all(*submission).empty());
+      }
+    };
+    wave(8);
+    const EngineStats before = engine->stats();
+    allocations = 0;
+    counting = true;
+    wave(10);
+    wave(10);
+    counting = false;
+    const EngineStats after = engine->stats();
+    INFO("swap space " << options.swap_memory_bytes);
+    CHECK(allocations.load() == 0);
+    CHECK(after.preemptions > before.preemptions);
+    CHECK((after.swaps > before.swaps) == swaps);
+  }
+}
+
 }  // namespace moelora::test
