@@ -792,6 +792,12 @@ typedef struct moelora_stats {
   uint64_t adapter_host_bytes;
   double active_experts;        /* mean a MoE layer and step, over all steps; 0 for dense models */
   double last_step_ms;
+  uint64_t prefix_queries;      /* requests that started, again after preemption too; this and what follows: the */
+  uint64_t prefix_query_tokens; /* prefix cache. Tokens whose KV they needed */
+  uint64_t prefix_hit_tokens;   /* of them found: hit rate = hit / query */
+  uint64_t prefix_evictions;    /* blocks */
+  int64_t prefix_blocks;
+  int64_t pages_cached;         /* of pages_kv, held by no request or session: as good as free */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 

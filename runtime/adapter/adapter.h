@@ -14,6 +14,8 @@ namespace moelora {
 
 struct Adapter {
   uint64_t id = 0;  // unique in the process, never reused
+  // Of what the adapter computes: equal for clones only. 0 is the base.
+  uint64_t generation = 0;
   std::string name;
   float scale = 1.0f;  // the handle's own factor (clone)
   std::shared_ptr<const AdapterImage> image;

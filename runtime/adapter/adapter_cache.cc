@@ -216,15 +216,15 @@ bool AdapterCache::may_leave(const Slot& slot, Evict evict) const {
          !is_pinned(slot.image.get());
 }
 
-int32_t AdapterCache::num_unwanted_pages() const {
+int32_t AdapterCache::num_idle_pages(Evict evict) const {
   int32_t pages = 0;
   for (const Slot& slot : slots_) {
-    pages += may_leave(slot, Evict::kUnwanted) ? slot.num_pages : 0;
+    pages += may_leave(slot, evict) ? slot.num_pages : 0;
   }
   return pages;
 }
 
-bool AdapterCache::evict_idle(Evict evict) {
+int32_t AdapterCache::find_idle(Evict evict) const {
   int32_t oldest = 0;
   const auto leaves_before = [](const Slot& a, const Slot& b) {
     return a.is_wanted != b.is_wanted ? b.is_wanted : a.last_used < b.last_used;
@@ -235,10 +235,20 @@ bool AdapterCache::evict_idle(Evict evict) {
       oldest = static_cast<int32_t>(slot);
     }
   }
-  if (oldest == 0) {
+  return oldest;
+}
+
+std::optional<uint64_t> AdapterCache::idle_since(Evict evict) const {
+  const int32_t slot = find_idle(evict);
+  return slot == 0 ? std::nullopt : std::optional(slots_[static_cast<size_t>(slot)].last_used);
+}
+
+bool AdapterCache::evict_idle(Evict evict) {
+  const int32_t slot = find_idle(evict);
+  if (slot == 0) {
     return false;
   }
-  free_slot(oldest);
+  free_slot(slot);
   ++num_evictions_;
   return true;
 }

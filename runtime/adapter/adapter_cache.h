@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -62,8 +63,11 @@ class AdapterCache {
   // What has a slot now is wanted from `mark_wanted` (false: it has none) to the next `forget_wanted`.
   void forget_wanted();
   bool mark_wanted(const Adapter& adapter);
-  // Pages of the images that evict_idle(kUnwanted) would free one by one.
-  [[nodiscard]] int32_t num_unwanted_pages() const;
+  // Pages of the images that evict_idle would free one by one.
+  [[nodiscard]] int32_t num_idle_pages(Evict evict) const;
+  // Of the image that evict_idle would free first, when it was used last, by the clock of `tick`.
+  [[nodiscard]] std::optional<uint64_t> idle_since(Evict evict) const;
+  uint64_t tick() { return ++clock_; }
   [[nodiscard]] bool has_free_slot() const { return find_slot(nullptr) > 0; }
   // True if pages of an upload come back soon, by a later `poll`: the newest was given up, or one before.
   bool give_up_newest_upload();
@@ -77,6 +81,8 @@ class AdapterCache {
   [[nodiscard]] bool can_place(const Adapter& adapter) const;
   // Frees the least recently used idle and unpinned image, wanted ones last: true if one was freed.
   bool evict_idle(Evict evict = Evict::kAny);
+  // An Adapter holds it: one that is registered, or has requests in flight.
+  [[nodiscard]] bool is_held(const AdapterImage* image) const;
   // Frees images that no Adapter holds any more: it is registered or has requests in flight. Gives up their uploads.
   void collect();
   // Takes what has arrived; appends what failed. Failed and given-up images have left their slots again.
@@ -111,8 +117,8 @@ class AdapterCache {
   [[nodiscard]] int32_t find_slot(const AdapterImage* image) const;
   [[nodiscard]] bool is_pinned(const AdapterImage* image) const;
   [[nodiscard]] bool is_registered(const AdapterImage* image) const;
-  [[nodiscard]] bool is_held(const AdapterImage* image) const;
   [[nodiscard]] bool may_leave(const Slot& slot, Evict evict) const;
+  [[nodiscard]] int32_t find_idle(Evict evict) const;  // 0 = none
   void free_slot(int32_t slot);
   void give_up(int32_t slot);
   void note_slot(const AdapterImage* image, int32_t slot);

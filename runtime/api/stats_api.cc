@@ -44,6 +44,12 @@ moelora_stats to_stats(const EngineStats& stats) {
   out.adapter_host_bytes = stats.adapter_host_bytes;
   out.active_experts = mean_active_experts(stats);
   out.last_step_ms = stats.last_step_ms;
+  out.prefix_queries = stats.prefix_queries;
+  out.prefix_query_tokens = stats.prefix_query_tokens;
+  out.prefix_hit_tokens = stats.prefix_hit_tokens;
+  out.prefix_evictions = stats.prefix_evictions;
+  out.prefix_blocks = stats.prefix_blocks;
+  out.pages_cached = stats.pages_cached;
   return out;
 }
 

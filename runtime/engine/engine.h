@@ -53,6 +53,8 @@ struct EngineStats {  // monotonic counters and gauges
   int64_t pages_total = 0, pages_free = 0, pages_kv = 0, pages_adapter = 0;
   uint64_t adapter_host_bytes = 0;
   double last_step_ms = 0;
+  uint64_t prefix_queries = 0, prefix_query_tokens = 0, prefix_hit_tokens = 0, prefix_evictions = 0;
+  int64_t prefix_blocks = 0, pages_cached = 0;  // pages_cached: KV that no sequence or session holds
 };
 
 // One step as the bench sees it (ring of the last steps, experimental).

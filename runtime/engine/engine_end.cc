@@ -71,6 +71,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   emission->result = result;
 
   ++counters.requests_finished;
+  counters.cached_tokens += static_cast<uint64_t>(result.cached_tokens);
   if (reason == FinishReason::kCancelled) {
     ++counters.requests_cancelled;
   }
@@ -81,7 +82,11 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
     --adapter->in_flight;
     collect_adapters = collect_adapters || adapter->unloaded.load();  // perhaps its last user
   }
+  const std::shared_ptr<Adapter> adapter = sequence.request().adapter;
   scheduler->finish(sequence);  // `sequence` may be gone after this
+  if (adapter != nullptr) {
+    drop_prefix(*adapter);
+  }
   if (session != nullptr) {
     if (session->closed.load()) {
       session->kv->truncate(geometry, 0);
@@ -274,6 +279,9 @@ void Engine::Parts::record_step(double start, double end) {
 void Engine::Parts::audit_step() {
   pool->audit();
   adapters->audit();
+  if (prefix != nullptr) {
+    prefix->audit();
+  }
   scheduler->audit();
 }
 

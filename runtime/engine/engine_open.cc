@@ -130,6 +130,9 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
+  if (options.prefix_cache) {
+    prefix = std::make_unique<PrefixCache>(*pool, geometry);
+  }
   adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
                                                                config.num_experts, options.upload_bytes_per_second},
                                             *pool, *kernels, *device, [this] { wake(); });
@@ -139,7 +142,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
                                static_cast<int32_t>(options.max_queued_requests),
                                static_cast<int32_t>(options.prefetch_requests),
                                static_cast<int32_t>(options.output_buffer_tokens)};
-  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
+  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, prefix.get());
   step_input = std::make_unique<StepInput>(
       StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
                       geometry.blocks(info.max_context_tokens), config.vocab_size, rank_limit},

@@ -55,6 +55,10 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
                                     " bytes is over host_memory_bytes = " + std::to_string(limit) + " (" +
                                     std::to_string(parts.adapters->host_bytes()) + " in use)");
   }
+  adapter->generation = adapter->id;
+  for (const auto& other : parts.adapters->list()) {
+    adapter->generation = other->image == adapter->image ? other->generation : adapter->generation;
+  }
   parts.adapters->add(adapter);
   return adapter;
 }
@@ -78,6 +82,7 @@ void Engine::unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idl
     }
     adapter->unloaded.store(true);
     parts_->adapters->remove(*adapter);
+    parts_->drop_prefix(*adapter);
     parts_->collect_adapters = true;
   }
   parts_->wake();
@@ -104,7 +109,8 @@ std::shared_ptr<Session> Engine::create_session(std::shared_ptr<Adapter> adapter
   session->adapter = std::move(adapter);
   session->scale = scale;
   session->tokens.reserve(static_cast<size_t>(parts.info.max_context_tokens));
-  session->kv = std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens);
+  session->kv =
+      std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens, parts.prefix.get());
   const std::lock_guard<std::mutex> lock(parts.mutex);
   parts.check_alive();
   if (session->adapter != nullptr && session->adapter->unloaded.load()) {

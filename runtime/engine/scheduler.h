@@ -4,10 +4,10 @@
 // slots and pages last; one whose adapter is on its way to the device waits for it while those behind it go first.
 // Pure logic: no clock, no device; callers hold the engine's lock.
 //
-// Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
-// pool is short, idle adapters leave, then KV of idle sessions, then uploads are given up (whose pages are back some
-// steps later), then the running sequence of lowest rank that is not yet in the batch is preempted: it gives up its
-// pages, waits and computes them anew. Thus the highest rank can always run; submit refuses what could not fit alone.
+// Pages: a sequence takes those of its prompt when it is admitted, cached blocks first, and grows by a block in decode.
+// When the pool is short, idle adapters and cached blocks leave, then KV of idle sessions, then uploads are given up
+// (pages come back some steps later), then the running sequence of lowest rank that is not in the batch is preempted:
+// it gives up its pages and computes them anew. The highest rank can always run; submit refuses what cannot fit alone.
 #pragma once
 
 #include <cstdint>
@@ -23,18 +23,16 @@ namespace moelora {
 struct SchedulerLimits {
   int32_t num_sequences_max = 0, num_rows_max = 0, num_logit_rows_max = 0;
   int32_t num_waiting_max = 0;
-  int32_t num_prefetched_max = 0;  // of those who wait
-  int32_t output_buffer_tokens = 0;
+  int32_t num_prefetched_max = 0, output_buffer_tokens = 0;  // prefetched: of those who wait
 };
 
-constexpr int32_t kOvertakenMax = 256;
-constexpr int32_t kUploadsMax = 4;                   // begun for one waiting request
-enum class Room : uint8_t { kTaken, kSoon, kNone };  // kSoon: an upload gives way. kNone: nobody does
+constexpr int32_t kOvertakenMax = 256, kUploadsMax = 4;  // uploads: begun for one waiting request
+enum class Room : uint8_t { kTaken, kSoon, kNone };      // kSoon: an upload gives way. kNone: nobody does
 
 class Scheduler {
  public:
-  Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters);
-
+  Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters,
+            PrefixCache* prefix);
   [[nodiscard]] bool is_full() const { return waiting_.size() >= static_cast<size_t>(limits_.num_waiting_max); }
   void add(std::shared_ptr<Sequence> sequence);
   void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
@@ -50,8 +48,8 @@ class Scheduler {
   [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
-  // Drops idle adapters, then idle sessions' KV: true if something was freed.
-  bool reclaim_idle(Evict evict = Evict::kAny);
+  // Drops idle adapters and cached blocks, then idle sessions' KV: true if anything was, perhaps less than asked.
+  bool reclaim_idle(Evict evict = Evict::kAny, int32_t pages = 1);
 
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
@@ -69,6 +67,9 @@ class Scheduler {
   void prefetch_waiting();
   // kResident: the sequence has all that it needs.
   [[nodiscard]] Residency try_start(Sequence& sequence);
+  [[nodiscard]] bool take_pages(Sequence& sequence);
+  void adopt_running();
+  [[nodiscard]] int32_t num_reclaimable(Evict evict) const;
   void start(size_t index, Batch& batch, double now);
   // A running sequence whose reader is behind gives up everything for those who wait.
   bool preempt_paused();
@@ -87,13 +88,13 @@ class Scheduler {
   const KvGeometry& geometry_;
   PagePool& pool_;
   AdapterCache& adapters_;
+  PrefixCache* prefix_;                             // may be null
   std::vector<std::shared_ptr<Sequence>> running_;  // in order of rank
   std::vector<std::shared_ptr<Sequence>> waiting_;  // in order of rank
   std::vector<std::shared_ptr<Session>> sessions_;
   std::vector<int32_t> free_rows_;
   bool is_short_ = false;
-  uint64_t session_clock_ = 0;
-  uint64_t num_preemptions_ = 0, num_sessions_evicted_ = 0;
+  uint64_t session_clock_ = 0, num_preemptions_ = 0, num_sessions_evicted_ = 0;
 };
 
 }  // namespace moelora

@@ -39,10 +39,12 @@ struct Sequence {
   int32_t num_history = 0;         // tokens before this request's prompt
   int32_t num_prompt = 0;          // history + prompt: outputs start here
   std::shared_ptr<KvSequence> kv;  // kv->length tokens are computed
+  PrefixSpace* space = nullptr;    // of the prefix cache, from submit to finish; null without one
   int32_t slot = 0;                // adapter slot, held while running
   float row_scale = 0.0f;
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
+  int32_t num_cached_seen = 0;        // tokens that a failed try to start found in the prefix cache
   int32_t num_overtaken = 0;          // tries to start that failed while others behind it could go
   int32_t num_uploads = 0;            // begun for this one while it waited
   std::vector<int32_t> suppressed;    // stop and eos tokens, banned before min_tokens

@@ -209,6 +209,12 @@ int main(void) {
   FIELD(adapter_host_bytes)
   FIELD(active_experts)
   FIELD(last_step_ms)
+  FIELD(prefix_queries)
+  FIELD(prefix_query_tokens)
+  FIELD(prefix_hit_tokens)
+  FIELD(prefix_evictions)
+  FIELD(prefix_blocks)
+  FIELD(pages_cached)
   END
   BEGIN(moelora_adapter_stats)
   FIELD(struct_size)
