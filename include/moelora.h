@@ -633,7 +633,8 @@ MOELORA_API moelora_status moelora_request_set_priority(moelora_engine *engine, 
 /** Ends the request this long after submit, whatever has been produced; 0 = none. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_deadline(moelora_engine *engine, moelora_request request,
                                                         uint64_t milliseconds, moelora_error *err);
-/** Keeps prefix caches of tenants apart: shared only among requests of equal salt. At most 256 bytes. since 0.1 */
+/** Keeps prefix caches of tenants apart: shared only among requests of equal salt (and adapter and scale, always). One
+    that nobody else has keeps a request from sharing at all. At most 256 bytes. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_cache_salt(moelora_engine *engine, moelora_request request,
                                                           const char *salt, size_t salt_len, moelora_error *err);
 /** Hands the request to the engine; it cannot be changed afterwards. since 0.1.

@@ -80,7 +80,7 @@ class Engine {
   Status health(std::string* message) const;
   // No new work from here on; waits until all is finished: kOk or kTimeout.
   Status drain(int32_t timeout_ms);
-  // Drops idle adapters and idle sessions' KV until pool pages in use <= target bytes, as far as possible.
+  // Drops idle adapters, cached blocks and sessions' KV until pool pages in use <= target bytes, as far as possible.
   void trim(uint64_t target_bytes);
 
   // Adapters. Throw Error.

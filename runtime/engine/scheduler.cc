@@ -161,7 +161,9 @@ void Scheduler::start(size_t index, Batch& batch, double now) {
   if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
     sequence.result.cached_tokens = sequence.kv->length;
   }
-  add_entry(batch, sequence, rows_that_fit(batch, sequence));
+  if (const int32_t count = rows_that_fit(batch, sequence); count > 0) {
+    add_entry(batch, sequence, count);
+  }
 }
 
 void Scheduler::admit_waiting(Batch& batch, double now) {

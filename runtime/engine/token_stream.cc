@@ -209,6 +209,9 @@ void TokenStream::capture(int32_t position, const float* logits, float router_ga
   if (captured_rows_ == 0) {
     captured_first_ = position;
   }
+  if (position < captured_first_ + captured_rows_) {
+    return;  // computed again after a preemption
+  }
   captured_.insert(captured_.end(), logits, logits + vocab_size_);
   router_gaps_.push_back(router_gap);
   ++captured_rows_;

@@ -17,7 +17,7 @@ namespace {
 // So many blocks at least are counted before older ones lose weight in reuse_rate.
 constexpr uint64_t kReuseWindowMin = 1024;
 // Before anything is known: one in this many is asked for again.
-constexpr uint64_t kReusePrior = 32;
+constexpr uint64_t kReusePrior = 16;
 
 uint64_t scrambled(uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9u;

@@ -311,14 +311,14 @@ TEST_CASE("a preempted request finds its own blocks again", "[engine][prefix]") 
   CHECK(engine->stats().prompt_tokens == 105 + 4);
 }
 
-TEST_CASE("any mix of prompts, adapters, salts and sessions in a tight pool answers as without a cache",
+TEST_CASE("any mix of prompts, adapters, scales and salts in a tight pool answers as without a cache",
           "[engine][prefix]") {
   const auto cold = open_without();
   EngineOptions options;
   options.max_num_sequences = 6;
   options.max_batch_tokens = 48;
   options.max_adapters_resident = 2;
-  options.device_memory_bytes = 60 * cold->info().page_bytes;
+  options.device_memory_bytes = 40 * cold->info().page_bytes;
   const auto engine = open(options);
   const auto load = [](Engine& of) {
     std::vector<std::shared_ptr<Adapter>> adapters = {nullptr};
@@ -342,7 +342,7 @@ TEST_CASE("any mix of prompts, adapters, salts and sessions in a tight pool answ
       const auto rest = random_prompt(random, random() % 30, 320);
       request.prompt.insert(request.prompt.end(), rest.begin(), rest.end());
       request.capture_from = random() % 4 == 0 ? static_cast<int32_t>(random() % request.prompt.size()) : -1;
-      request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 40);
+      request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 80);
       request.scale = random() % 3 == 0 ? 0.5f : 1.0f;
       request.cache_salt = random() % 4 == 0 ? "salt" : "";
       request.priority = static_cast<int32_t>(random() % 2);

@@ -73,7 +73,7 @@ struct Churn {
     run.space = static_cast<int32_t>(random() % spaces.size());
     const size_t blocks = 1 + random() % 6;
     for (size_t i = 0; i < blocks * kBlock; ++i) {  // few ways to go on, so that runs meet
-      run.tokens.push_back(i % kBlock == 0 ? static_cast<int32_t>(random() % 3) : 0);
+      run.tokens.push_back(i % kBlock == 0 ? static_cast<int32_t>(random() % 2) : 0);
     }
     run.tokens.resize(run.tokens.size() - random() % kBlock);
     size_t expected = 0;
@@ -181,8 +181,8 @@ TEST_CASE("random churn agrees with a map of what must be cached", "[prefix_cach
       for (int i = 0; i < 4000; ++i) {
         churn.step();
       }
-      CHECK(churn.hits > 500);
-      CHECK(churn.cache.prefix.num_evictions() > 500);
+      CHECK(churn.hits > 300);
+      CHECK(churn.cache.prefix.num_evictions() > 200);
       while (!churn.runs.empty()) {
         churn.finish(churn.runs.begin());
       }
