@@ -288,6 +288,26 @@ TEST_CASE("cached blocks refuse and preempt nobody", "[engine][prefix]") {
   CHECK(engine->stats().prefix_blocks == 0);
 }
 
+TEST_CASE("blocks that nobody asks for again leave before older idle adapters", "[engine][prefix]") {
+  const auto roomy = open();
+  const auto image = [&](uint64_t seed) { return random_adapter(roomy->info().config, 8, true, true, seed); };
+  const auto page_bytes = roomy->info().page_bytes;
+  const auto image_pages = (static_cast<int64_t>(image(1)->stream.size()) + page_bytes - 1) / page_bytes;
+  EngineOptions options;
+  options.device_memory_bytes = (2 * image_pages + 20 * roomy->info().pages_per_block) * page_bytes;
+  const auto engine = open(options);
+  const auto a = engine->register_adapter("a", image(1), 1.0f, false);
+  const auto b = engine->register_adapter("b", image(2), 1.0f, false);
+  CHECK(run(*engine, asking(prompt_of(11, 5), a)).cached == 0);
+  CHECK(run(*engine, asking(prompt_of(11, 5), b)).cached == 0);
+  for (unsigned i = 0; i < 60; ++i) {
+    CHECK(run(*engine, asking(prompt_of(200 + i, 44))).cached == 0);
+  }
+  CHECK(engine->stats().prefix_evictions > 100);
+  CHECK(engine->stats().adapter_evictions == 0);
+  CHECK(engine->stats().adapters_resident == 2);
+}
+
 TEST_CASE("a preempted request finds its own blocks again", "[engine][prefix]") {
   EngineOptions options;
   options.max_num_sequences = 1;
