@@ -645,7 +645,8 @@ MOELORA_API moelora_status moelora_request_set_priority(moelora_engine *engine, 
     if it waits and cannot end by then. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_deadline(moelora_engine *engine, moelora_request request,
                                                         uint64_t milliseconds, moelora_error *err);
-/** Keeps prefix caches of tenants apart: shared only among requests of equal salt. At most 256 bytes. since 0.1 */
+/** Keeps prefix caches of tenants apart: shared only among requests of equal salt (and adapter and scale, always). One
+    that nobody else has keeps a request from sharing at all. At most 256 bytes. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_cache_salt(moelora_engine *engine, moelora_request request,
                                                           const char *salt, size_t salt_len, moelora_error *err);
 /** Hands the request to the engine; it cannot be changed afterwards. since 0.1.
@@ -817,6 +818,12 @@ typedef struct moelora_stats {
   int64_t adapters_loading;     /* on their way to the device */
   uint64_t adapter_load_bytes;  /* that have arrived there */
   uint64_t swaps;               /* of preemptions: the KV went to host memory */
+  uint64_t prefix_queries;      /* requests that started, again after preemption too; this and what follows: the */
+  uint64_t prefix_query_tokens; /* prefix cache. Tokens whose KV they needed */
+  uint64_t prefix_hit_tokens;   /* of them found: hit rate = hit / query */
+  uint64_t prefix_evictions;    /* blocks */
+  int64_t prefix_blocks;
+  int64_t pages_cached;         /* of pages_kv, held by no request or session: as good as free */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 

@@ -15,7 +15,8 @@
 namespace moelora {
 
 struct Adapter {
-  uint64_t id = 0;  // unique in the process, never reused: the generation of what was computed with it
+  uint64_t id = 0;          // unique in the process, never reused
+  uint64_t generation = 0;  // of what the adapter computes: equal for clones only. 0 is the base
   std::string name;
   float scale = 1.0f;  // the handle's own factor (clone)
   std::shared_ptr<TieredImage> image;

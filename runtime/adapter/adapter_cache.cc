@@ -163,10 +163,10 @@ bool AdapterCache::may_leave(const Slot& slot, Evict evict) const {
          !is_pinned(*slot.image);
 }
 
-int32_t AdapterCache::num_unwanted_pages() const {
+int32_t AdapterCache::num_idle_pages(Evict evict) const {
   int32_t pages = 0;
   for (const Slot& slot : slots_) {
-    pages += may_leave(slot, Evict::kUnwanted) ? slot.num_pages : 0;
+    pages += may_leave(slot, evict) ? slot.num_pages : 0;
   }
   return pages;
 }
@@ -176,7 +176,8 @@ double AdapterCache::value(const Slot& slot) const {
   return slot.level + cost / (static_cast<double>(slot.num_pages) * static_cast<double>(pool_.page_bytes()));
 }
 
-bool AdapterCache::evict_idle(Evict evict) {
+// The slot of the image that evict_idle frees, 0 if there is none.
+int32_t AdapterCache::find_idle(Evict evict) const {
   int32_t best = 0;
   std::tuple<bool, double, uint64_t> best_key;
   for (size_t i = 1; i < slots_.size(); ++i) {
@@ -190,11 +191,21 @@ bool AdapterCache::evict_idle(Evict evict) {
       best_key = key;
     }
   }
-  if (best == 0) {
+  return best;
+}
+
+std::optional<uint64_t> AdapterCache::idle_since(Evict evict) const {
+  const int32_t slot = find_idle(evict);
+  return slot == 0 ? std::nullopt : std::optional(slots_[static_cast<size_t>(slot)].last_used);
+}
+
+bool AdapterCache::evict_idle(Evict evict) {
+  const int32_t slot = find_idle(evict);
+  if (slot == 0) {
     return false;
   }
-  level_ = std::max(level_, std::get<1>(best_key));
-  free_slot(best);
+  level_ = std::max(level_, value(slots_[static_cast<size_t>(slot)]));
+  free_slot(slot);
   ++num_evictions_;
   return true;
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -61,8 +62,11 @@ class AdapterCache {
   // read either.
   void forget_wanted() { ++wanted_epoch_; }
   bool mark_wanted(const Adapter& adapter);
-  // Pages of the images that evict_idle(kUnwanted) would free one by one.
-  [[nodiscard]] int32_t num_unwanted_pages() const;
+  // Pages of the images that evict_idle would free one by one.
+  [[nodiscard]] int32_t num_idle_pages(Evict evict) const;
+  // Of the image that evict_idle would free first, when it was used last, by the clock of `tick`.
+  [[nodiscard]] std::optional<uint64_t> idle_since(Evict evict) const;
+  uint64_t tick() { return ++clock_; }
   [[nodiscard]] bool has_free_slot() const { return !free_slots_.empty(); }
   // True if pages of an upload come back soon, by a later `poll`: the newest was given up, or one before.
   bool give_up_newest_upload();
@@ -76,6 +80,8 @@ class AdapterCache {
   [[nodiscard]] bool can_place(const Adapter& adapter) const;
   // Frees an idle and unpinned image, the one that is worth least, wanted ones last: true if one was freed.
   bool evict_idle(Evict evict = Evict::kAny);
+  // An Adapter has the image: one that is registered, or has requests in flight.
+  [[nodiscard]] bool is_held(const TieredImage& image) const;
   // Frees images, and their host copies, that no Adapter holds any more: it is registered or has requests in flight.
   // Gives up their uploads.
   void collect();
@@ -122,6 +128,7 @@ class AdapterCache {
   [[nodiscard]] bool is_wanted(const Slot& slot) const { return slot.wanted_epoch == wanted_epoch_; }
   [[nodiscard]] bool may_leave(const Slot& slot, Evict evict) const;
   [[nodiscard]] double value(const Slot& slot) const;
+  [[nodiscard]] int32_t find_idle(Evict evict) const;
   void note_use(Slot& slot);
   void free_slot(int32_t slot);
   void give_up(int32_t slot);

@@ -73,6 +73,12 @@ std::vector<std::shared_ptr<Adapter>> AdapterCache::list() const {
   return adapters;
 }
 
+bool AdapterCache::is_held(const TieredImage& image) const {
+  return !image.adapters.empty() || std::any_of(leaving_.begin(), leaving_.end(), [&](const auto& adapter) {
+    return adapter->image.get() == &image && adapter->in_flight.load() > 0;
+  });
+}
+
 // True if nothing is left of an image that nobody holds. Slots are the engine thread's, which calls `collect`.
 bool AdapterCache::try_forget(TieredImage& image) {
   if (image.is_held() || image.slot > 0 || image.is_reading) {

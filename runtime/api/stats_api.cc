@@ -51,6 +51,12 @@ moelora_stats to_stats(const EngineStats& stats) {
   out.adapters_loading = stats.adapters_loading;
   out.adapter_load_bytes = stats.adapter_load_bytes;
   out.swaps = stats.swaps;
+  out.prefix_queries = stats.prefix_queries;
+  out.prefix_query_tokens = stats.prefix_query_tokens;
+  out.prefix_hit_tokens = stats.prefix_hit_tokens;
+  out.prefix_evictions = stats.prefix_evictions;
+  out.prefix_blocks = stats.prefix_blocks;
+  out.pages_cached = stats.pages_cached;
   return out;
 }
 

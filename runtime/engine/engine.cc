@@ -114,6 +114,7 @@ void Engine::Parts::commit(double now) {
   if (batch_.entries.empty()) {
     return;
   }
+  cache_blocks();
   keep_captured_rows();
   for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
     commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);

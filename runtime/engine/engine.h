@@ -63,6 +63,8 @@ struct EngineStats {  // monotonic counters and gauges
   uint64_t adapter_host_loads = 0, adapter_host_evictions = 0;
   double adapter_read_ms = 0, adapter_pack_ms = 0, adapter_upload_ms = 0;  // of all loads after registration
   int64_t adapters_loading = 0;
+  uint64_t prefix_queries = 0, prefix_query_tokens = 0, prefix_hit_tokens = 0, prefix_evictions = 0;
+  int64_t prefix_blocks = 0, pages_cached = 0;  // pages_cached: KV that no sequence or session holds
   Histogram step, queue, first_token, request;
 
   [[nodiscard]] double mean_active_experts() const {  // a MoE layer and step; 0 for dense models
@@ -104,7 +106,7 @@ class Engine {
   Status health(std::string* message) const;
   // No new work from here on; waits until all is finished: kOk or kTimeout.
   Status drain(int32_t timeout_ms);
-  // Drops idle adapters and idle sessions' KV until pool pages in use <= target bytes, as far as possible.
+  // Drops idle adapters, cached blocks and sessions' KV until pool pages in use <= target bytes, as far as possible.
   void trim(uint64_t target_bytes);
 
   // Adapters. Throw Error.

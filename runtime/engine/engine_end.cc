@@ -76,6 +76,7 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
 
   record_end(sequence, now);
   ++counters.requests_finished;
+  counters.cached_tokens += static_cast<uint64_t>(result.cached_tokens);
   if (reason == FinishReason::kCancelled) {
     ++counters.requests_cancelled;
   }
@@ -86,7 +87,11 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
     --adapter->in_flight;
     collect_adapters = collect_adapters || adapter->unloaded.load();  // perhaps its last user
   }
+  const std::shared_ptr<Adapter> adapter = sequence.request().adapter;
   scheduler->finish(sequence);  // `sequence` may be gone after this
+  if (adapter != nullptr) {
+    drop_prefix(*adapter);
+  }
   if (session != nullptr) {
     if (session->closed.load()) {
       session->kv->truncate(geometry, 0);
@@ -250,6 +255,9 @@ void Engine::Parts::finish_prefetches() {
 void Engine::Parts::audit_parts() const {
   pool->audit();
   adapters->audit();
+  if (prefix != nullptr) {
+    prefix->audit();
+  }
   scheduler->audit();
 }
 

@@ -85,6 +85,14 @@ EngineStats Engine::stats() const {
   stats.page_bytes_wasted = parts.adapters->wasted_bytes() +
                             stats.pages_kv / parts.geometry.layout.num_groups * parts.geometry.wasted_block_bytes();
   stats.kv_bytes_unfilled = parts.scheduler->num_unfilled_positions() * parts.geometry.token_bytes();
+  if (const PrefixCache* prefix = parts.prefix.get(); prefix != nullptr) {
+    stats.prefix_queries = prefix->counters.queries;
+    stats.prefix_query_tokens = prefix->counters.query_tokens;
+    stats.prefix_hit_tokens = prefix->counters.hit_tokens;
+    stats.prefix_evictions = prefix->num_evictions();
+    stats.prefix_blocks = prefix->num_blocks();
+    stats.pages_cached = prefix->num_idle_pages();
+  }
   return stats;
 }
 
@@ -189,9 +197,10 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
                                           " pages and the pool has " + std::to_string(parts.info.num_pages) +
                                           " (raise device_memory_bytes or lower max_tokens)");
   }
-  sequence->kv = session != nullptr ? session->kv
-                                    : std::make_shared<KvSequence>(*parts.pool, parts.geometry,
-                                                                   static_cast<int64_t>(sequence->tokens_max));
+  sequence->kv = session != nullptr
+                     ? session->kv
+                     : std::make_shared<KvSequence>(*parts.pool, parts.geometry,
+                                                    static_cast<int64_t>(sequence->tokens_max), parts.prefix.get());
   return sequence;
 }
 
@@ -213,6 +222,7 @@ void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
     throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
   }
   parts.note_queue(sequence->submission->stream->queue());
+  parts.open_prefix(*sequence);
   if (adapter != nullptr) {
     ++adapter->in_flight;
     ++adapter->requests;

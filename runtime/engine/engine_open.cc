@@ -134,6 +134,9 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   log_message(LogLevel::kInfo, "page pool: " + std::to_string(info.num_pages) + " pages of " +
                                    std::to_string(info.page_bytes) + " bytes: " + info.page_reason);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
+  if (options.prefix_cache) {
+    prefix = std::make_unique<PrefixCache>(*pool, geometry);
+  }
   adapters = std::make_unique<AdapterCache>(
       AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts,
                          options.upload_bytes_per_second, static_cast<uint64_t>(options.host_memory_bytes), &config},
@@ -155,7 +158,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
       moves->places.reserve(static_cast<size_t>(swap_space->num_places()));
     }
   }
-  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, swap_space.get());
+  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, swap_space.get(), prefix.get());
   step_input = std::make_unique<StepInput>(
       StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
                       geometry.blocks(info.max_context_tokens), config.vocab_size, rank_limit},

@@ -18,6 +18,7 @@
 #include "runtime/engine/scheduler.h"
 #include "runtime/engine/step_input.h"
 #include "runtime/engine/timeline.h"
+#include "runtime/memory/prefix_cache.h"
 #include "runtime/model/model.h"
 
 namespace moelora {
@@ -59,6 +60,8 @@ class Engine::Parts {
   void audit_parts() const;  // under the lock; throws Error{kInternal}
   // Under the lock, on a thread of the host: the queue, if any, will be told if the engine fails.
   void note_queue(const std::shared_ptr<CompletionQueue>& queue);
+  void open_prefix(Sequence& sequence);
+  void drop_prefix(const Adapter& adapter);
 
   EngineOptions options;
   ModelConfig config;
@@ -69,6 +72,7 @@ class Engine::Parts {
   EngineInfo info;
   std::unique_ptr<Stream> stream;
   std::unique_ptr<PagePool> pool;
+  std::unique_ptr<PrefixCache> prefix;  // null: option prefix_cache = false
   std::unique_ptr<AdapterCache> adapters;
   std::unique_ptr<SwapSpace> swap_space;  // null without swap_memory_bytes
   std::unique_ptr<Scheduler> scheduler;
@@ -120,6 +124,7 @@ class Engine::Parts {
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
   // Short messages only: a string of up to 15 characters allocates nothing.
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
+  void cache_blocks();
   void keep_captured_rows();
   void fail(Status status, const std::string& message);
   void tell_queues(Status status);

@@ -58,6 +58,7 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
   if (!replace && parts.adapters->find(name) != nullptr) {
     throw Error(Status::kExists, "an adapter named '" + name + "' is loaded; unload it or load with REPLACE");
   }
+  adapter->generation = adapter->image->adapters.empty() ? adapter->id : adapter->image->adapters.front()->generation;
   parts.adapters->add(adapter);
   if (parts.options.audit >= 1) {
     parts.audit_parts();
@@ -89,6 +90,7 @@ void Engine::unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idl
     }
     adapter->unloaded.store(true);
     parts_->adapters->remove(*adapter);
+    parts_->drop_prefix(*adapter);
     parts_->collect_adapters = true;
     if (parts_->options.audit >= 1) {
       parts_->audit_parts();
@@ -126,7 +128,8 @@ std::shared_ptr<Session> Engine::create_session(std::shared_ptr<Adapter> adapter
   session->adapter = std::move(adapter);
   session->scale = scale;
   session->tokens.reserve(static_cast<size_t>(parts.info.max_context_tokens));
-  session->kv = std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens);
+  session->kv =
+      std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens, parts.prefix.get());
   const std::lock_guard<std::mutex> lock(parts.mutex);
   parts.check_alive();
   if (session->adapter != nullptr && session->adapter->unloaded.load()) {

@@ -121,6 +121,8 @@ const std::vector<Row>& rows() {
        &O::upload_bytes_per_second, 0, kMax64},
       {{"max_lora_rank", kInt, "256", "Adapters of a larger rank are refused."}, &O::max_lora_rank, 1, 4096},
       {{"kv_block_tokens", kInt, "16", "Tokens in a block of KV."}, &O::kv_block_tokens, 1, 256},
+      {{"prefix_cache", kBool, "true", "Full KV blocks stay cached and serve other prompts that begin alike."},
+       &O::prefix_cache},
       {{"max_num_sequences", kInt, "64", "Requests running at once."}, &O::max_num_sequences, 1, 65536},
       {{"max_batch_tokens", kInt, "0",
         "Rows of a step; longer prompts are computed in chunks. 0 = 512 on the CPU, 4096 on a GPU."},

@@ -47,6 +47,7 @@ struct EngineOptions {
   int64_t upload_bytes_per_second = 0;  // of adapters to the device; 0 = as fast as it goes
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;
+  bool prefix_cache = true;
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 0;    // rows of a step; 0 = 512 on the CPU, 4096 on a GPU
   int64_t max_queued_requests = 1024;

@@ -4,16 +4,18 @@
 #include <algorithm>
 
 #include "kernels/base/error.h"
+#include "runtime/memory/prefix_cache.h"
 
 namespace moelora {
 
 Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters,
-                     SwapSpace* swap_space)
+                     SwapSpace* swap_space, PrefixCache* prefix)
     : limits_(limits),
       geometry_(geometry),
       pool_(pool),
       adapters_(adapters),
       swap_space_(swap_space),
+      prefix_(prefix),
       order_(limits.is_fair_by_adapter, static_cast<size_t>(limits.num_waiting_max + limits.num_sequences_max)) {
   swapped_in_.reserve(static_cast<size_t>(limits.num_sequences_max));
   running_.reserve(static_cast<size_t>(limits.num_sequences_max));
@@ -123,7 +125,8 @@ Residency Scheduler::place(Adapter& adapter, int32_t pages_beside, Evict evict) 
   }
   Residency residency = adapters_.place(adapter, pages_beside, evict);
   // Where no slot is free, idle sessions cannot help.
-  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict)) {
+  const auto lacking = [&] { return adapters_.pages_of(*adapter.image) + pages_beside - pool_.num_free(); };
+  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict, lacking())) {
     residency = adapters_.place(adapter, pages_beside, evict);
   }
   num_loads_ += !was_placed && adapters_.is_placed(adapter) ? 1 : 0;
@@ -150,17 +153,11 @@ Residency Scheduler::try_start(Sequence& sequence) {
     }
     sequence.slot = adapters_.acquire(*adapter);
   }
-  sequence.kv->make_tail_private(geometry_, pool_);
-  // A block of headroom for each running sequence, or admitting one now would preempt one soon.
-  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom()) {
-    if (reclaim_idle() || (running_.empty() && reclaim_waiting(&sequence))) {
-      continue;
-    }
+  if (!take_pages(sequence)) {
     if (sequence.slot > 0) {
       adapters_.release(sequence.slot);
     }
     sequence.slot = 0;
-    sequence.kv->truncate(geometry_, sequence.kv->length);
     return Residency::kShort;
   }
   sequence.batch_row = free_rows_.back();
@@ -243,6 +240,7 @@ void Scheduler::schedule(Batch& batch, double now) {
   swapped_in_.clear();
   is_short_ = is_swapping_out_ = false;
   num_loads_ = 0;
+  adopt_running();
   schedule_running(batch, true);
   schedule_running(batch, false);
   // What preemption or a given-up upload frees is for those who run; who lost it must not take it back at once.
@@ -271,6 +269,10 @@ void Scheduler::finish(Sequence& sequence) {
     sequence.request().session->last_used = ++session_clock_;
   } else {
     sequence.kv->truncate(geometry_, 0);
+  }
+  if (sequence.space != nullptr) {
+    prefix_->close_space(sequence.space);
+    sequence.space = nullptr;
   }
 }
 

@@ -4,10 +4,10 @@
 // slots and pages last; one whose adapter is on its way to the device waits for it while those behind it go first.
 // Pure logic: no clock, no device; callers hold the engine's lock. What it promises is in scheduler_limits.h.
 //
-// Pages: a sequence takes those of its whole prompt when it is admitted and grows by a block in decode. When the pool
-// is short, idle adapters leave, then KV of idle and of waiting sessions, then uploads are given up (whose pages are
-// back some steps later), then the running sequence of lowest rank that is not in the batch yet is preempted: it waits;
-// its pages' contents go to host memory and come back, or are computed anew, as is cheaper.
+// Pages: a sequence takes those of its prompt when it is admitted, cached blocks first, and grows by a block in decode.
+// When the pool is short, idle adapters and cached blocks leave, then KV of idle and of waiting sessions, then uploads
+// are given up (pages come back some steps later), then the running sequence of lowest rank that is not in the batch is
+// preempted: its pages' contents go to host memory and come back, or are computed anew, as is cheaper.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace moelora {
 class Scheduler {
  public:
   Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters,
-            SwapSpace* swap_space = nullptr);
+            SwapSpace* swap_space = nullptr, PrefixCache* prefix = nullptr);
   void add(std::shared_ptr<Sequence> sequence);
   void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
   void remove_session(const Session& session);
@@ -42,8 +42,8 @@ class Scheduler {
   [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
-  // Drops idle adapters, then idle sessions' KV: true if something was freed.
-  bool reclaim_idle(Evict evict = Evict::kAny);
+  // Drops idle adapters and cached blocks, then idle sessions' KV: true if anything was, perhaps less than asked.
+  bool reclaim_idle(Evict evict = Evict::kAny, int32_t pages = 1);
 
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
@@ -61,6 +61,9 @@ class Scheduler {
   void prefetch_waiting();
   // kResident: the sequence has all that it needs.
   [[nodiscard]] Residency try_start(Sequence& sequence);
+  [[nodiscard]] bool take_pages(Sequence& sequence);
+  void adopt_running();
+  [[nodiscard]] int32_t num_reclaimable(Evict evict) const;
   void start(Sequence& sequence, Batch& batch, double now);
   void note_blocked(Sequence& sequence) const;
   // Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all).
@@ -83,7 +86,8 @@ class Scheduler {
   const KvGeometry& geometry_;
   PagePool& pool_;
   AdapterCache& adapters_;
-  SwapSpace* swap_space_;
+  SwapSpace* swap_space_;  // may be null, as the next
+  PrefixCache* prefix_;
   SchedulerRates rates_;
   FairOrder order_;
   std::vector<std::shared_ptr<Sequence>> running_, waiting_;  // in order of rank

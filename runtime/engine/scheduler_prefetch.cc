@@ -38,13 +38,6 @@ void Scheduler::prefetch_waiting() {
   if (is_short_) {
     return;
   }
-  const auto num_reclaimable = [&] {
-    int32_t pages = adapters_.num_unwanted_pages();
-    for (const auto& session : sessions_) {
-      pages += session->busy ? 0 : session->kv->pages.size();
-    }
-    return pages;
-  };
   int32_t pages_beside = headroom();
   walk([&](Sequence& sequence, Adapter* adapter) {
     pages_beside += std::max(0, geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size());
@@ -52,7 +45,7 @@ void Scheduler::prefetch_waiting() {
       return true;
     }
     const int32_t lacking = pages_beside + adapters_.pages_of(*adapter->image) - pool_.num_free();
-    if ((lacking > 0 && num_reclaimable() < lacking) ||
+    if ((lacking > 0 && num_reclaimable(Evict::kUnwanted) < lacking) ||
         place(*adapter, pages_beside, Evict::kUnwanted) == Residency::kShort || !adapters_.mark_wanted(*adapter)) {
       return false;
     }

@@ -211,6 +211,9 @@ void TokenStream::capture(int32_t position, const float* logits, float router_ga
   } else if (position < captured_first_ + captured_rows_) {
     return;  // computed again after a preemption
   }
+  if (position < captured_first_ + captured_rows_) {
+    return;  // computed again after a preemption
+  }
   captured_.insert(captured_.end(), logits, logits + vocab_size_);
   router_gaps_.push_back(router_gap);
   ++captured_rows_;

@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "kernels/base/error.h"
+#include "runtime/memory/prefix_cache.h"
 
 namespace moelora {
 
@@ -45,6 +46,9 @@ KvGeometry choose_kv_geometry(int32_t num_layers, int32_t num_kv_heads, int32_t 
 
 void KvSequence::truncate(const KvGeometry& geometry, int32_t tokens) {
   length = std::min(length, tokens);
+  if (num_cached > geometry.blocks(length)) {
+    prefix->release(*this, geometry.blocks(length));
+  }
   pages.resize_down(std::min(pages.size(), geometry.pages(length)));
 }
 
@@ -62,6 +66,9 @@ void KvSequence::make_tail_private(const KvGeometry& geometry, const PagePool& p
 void KvSequence::fork_from(const KvGeometry& geometry, const KvSequence& other) {
   const int32_t full = other.length / geometry.layout.block_tokens;
   pages.share_from(other.pages, full * geometry.layout.num_groups);
+  if (prefix != nullptr) {
+    prefix->fork(*this, other, std::min(full, other.num_cached));
+  }
   length = full * geometry.layout.block_tokens;
 }
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // KV of sequences in pool pages: the geometry chosen at open, and the pages of one sequence. A block is 16 tokens of
 // all layers; it takes num_groups pages. Only a block with a single lease is written, so a fork shares full blocks
-// and computes its unfilled tail again.
+// and computes its unfilled tail again. Full blocks may be in the prefix cache, which then has a lease on them too.
 #pragma once
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "kernels/attention/kv_view.h"
 #include "runtime/memory/page_pool.h"
@@ -38,13 +39,23 @@ struct KvGeometry {
 KvGeometry choose_kv_geometry(int32_t num_layers, int32_t num_kv_heads, int32_t head_dim, int32_t block_tokens,
                               Dtype dtype);
 
+class PrefixCache;
+struct PrefixSpace;
+
 // The KV of one sequence or session. `length` tokens are computed and stored.
 struct KvSequence {
   PageLease pages;  // [blocks, num_groups]
   int32_t length = 0;
+  // The leading blocks that the prefix cache holds too, as PrefixCache numbers them, all of `space`.
+  PrefixCache* prefix = nullptr;  // null: none
+  PrefixSpace* space = nullptr;   // null while there are none
+  std::vector<int32_t> cached;
+  int32_t num_cached = 0;
 
-  KvSequence(PagePool& pool, const KvGeometry& geometry, int64_t tokens_max)
-      : pages(pool, PageUse::kKv, geometry.pages(tokens_max)) {}
+  KvSequence(PagePool& pool, const KvGeometry& geometry, int64_t tokens_max, PrefixCache* prefix_cache = nullptr)
+      : pages(pool, PageUse::kKv, geometry.pages(tokens_max)),
+        prefix(prefix_cache),
+        cached(prefix_cache == nullptr ? 0 : static_cast<size_t>(geometry.blocks(tokens_max))) {}
   // Room for `tokens` in all; false = the pool is short and nothing changed.
   [[nodiscard]] bool try_extend(const KvGeometry& geometry, int64_t tokens) {
     const int32_t need = geometry.pages(tokens) - pages.size();

@@ -136,4 +136,16 @@ void PageLease::share_from(const PageLease& other, int32_t count) {
   size_ = count;
 }
 
+void PageLease::share_at(int32_t first, const PageId* pages, int32_t count) {
+  MOELORA_ASSERT(first <= size_ && first + count <= capacity());
+  pool_->share(pages, count);
+  const int32_t replaced = std::min(count, size_ - first);
+  if (replaced > 0) {
+    pool_->release(pages_.data() + first, replaced);
+    epoch_ = next_epoch();
+  }
+  std::copy_n(pages, count, pages_.data() + first);
+  size_ = std::max(size_, first + count);
+}
+
 }  // namespace moelora

@@ -66,6 +66,8 @@ class PageLease {
   void resize_down(int32_t size);
   // Becomes a second lease on the first `count` pages of `other`; this must be empty.
   void share_from(const PageLease& other, int32_t count);
+  // From place `first` on, at most the end, `count` further leases on `pages`; what was there goes back.
+  void share_at(int32_t first, const PageId* pages, int32_t count);
   // Of no other lease, and another one once a page has left: while it stays the same, pages are only added at the end.
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
   [[nodiscard]] const PageId* data() const { return pages_.data(); }

@@ -225,6 +225,12 @@ int main(void) {
   FIELD(adapters_loading)
   FIELD(adapter_load_bytes)
   FIELD(swaps)
+  FIELD(prefix_queries)
+  FIELD(prefix_query_tokens)
+  FIELD(prefix_hit_tokens)
+  FIELD(prefix_evictions)
+  FIELD(prefix_blocks)
+  FIELD(pages_cached)
   END
   BEGIN(moelora_adapter_stats)
   FIELD(struct_size)

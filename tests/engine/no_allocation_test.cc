@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step allocates nothing: the C allocator and mmap of this whole process are counted on every thread that is not
-// the test's own, over 1,000 steps in which rows, lengths and adapters change, and adapters come and go in the pool.
+// the test's own, over 1,000 steps in which rows, lengths and adapters change, and adapters and cached blocks come and
+// go in the pool.
 #include <dlfcn.h>
 #include <sys/mman.h>
 
@@ -70,6 +71,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   options.max_batch_tokens = 40;
   options.max_adapters_resident = 3;  // five adapters take turns
   options.timeline_events = 500;      // and the oldest leave
+  options.device_memory_bytes = 4 << 20;
   const auto engine = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
   std::vector<std::shared_ptr<Adapter>> adapters = {nullptr};
   for (const char* name : {"attn", "experts", "patterns", "rslora", "experts_2d"}) {
@@ -86,6 +88,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
       for (int32_t& token : request.prompt) {
         token = static_cast<int32_t>(random() % 320);
       }
+      std::fill_n(request.prompt.begin(), std::min<size_t>(request.prompt.size(), i % 2 == 0 ? 32 : 0), 5);
       request.adapter = adapters[random() % adapters.size()];
       request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 40);
       request.sampling.ignore_eos = true;
@@ -118,6 +121,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   wave(30);
   const uint64_t before = engine->stats().steps;
   const uint64_t loads_before = engine->stats().adapter_loads;
+  const EngineStats stats_before = engine->stats();
   allocations = 0;
   counting = true;
   while (engine->stats().steps < before + 1000) {
@@ -126,6 +130,8 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   counting = false;
   CHECK(allocations.load() == 0);
   CHECK(engine->stats().adapter_loads > loads_before);
+  CHECK(engine->stats().prefix_hit_tokens > stats_before.prefix_hit_tokens + 1000);
+  CHECK(engine->stats().prefix_evictions > stats_before.prefix_evictions + 100);
 
   // The counter counts: a thread that allocates is seen.
   counting = true;
