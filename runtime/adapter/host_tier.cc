@@ -45,12 +45,12 @@ void HostTier::add(const std::shared_ptr<TieredImage>& image) {
   image->host_index = images_.size();
   image->is_known = true;
   images_.push_back(image);
+  copies_.reserve(images_.capacity());
   if (!is_reloadable) {
     make_room(bytes, Evict::kAny);
   }
   stats_.bytes += bytes;
-  ++stats_.images;
-  note_use(*image);
+  note_copy(*image);
   if (is_reloadable && !has_room(0)) {
     drop(*image);  // what others have used is worth more than what nobody has
   }
@@ -90,15 +90,14 @@ double HostTier::value(const TieredImage& image) const {
 TieredImage* HostTier::coldest(Evict evict) const {
   TieredImage* best = nullptr;
   std::tuple<bool, bool, double, uint64_t> best_key;
-  for (const auto& image : images_) {
-    if (image->host == nullptr || !image->is_reloadable() || image->is_copied_from ||
-        (image->is_fresh && evict == Evict::kUnwanted)) {
+  for (TieredImage* image : copies_) {
+    if (image->is_copied_from || (image->is_fresh && evict == Evict::kUnwanted)) {
       continue;
     }
     const std::tuple<bool, bool, double, uint64_t> key{image->slot == 0 && is_pinned(*image), image->is_fresh,
                                                        value(*image), image->last_used};
     if (best == nullptr || key < best_key) {
-      best = image.get();
+      best = image;
       best_key = key;
     }
   }
@@ -118,7 +117,21 @@ bool HostTier::make_room(uint64_t bytes, Evict evict) {
   return true;
 }
 
+void HostTier::note_copy(TieredImage& image) {
+  if (image.is_reloadable()) {
+    image.copy_index = copies_.size();
+    copies_.push_back(&image);
+  }
+  ++stats_.images;
+  note_use(image);
+}
+
 void HostTier::drop(TieredImage& image) {
+  if (image.is_reloadable()) {
+    copies_[image.copy_index] = copies_.back();
+    copies_[image.copy_index]->copy_index = image.copy_index;
+    copies_.pop_back();
+  }
   reader_.discard(std::move(image.host));
   image.host.reset();
   image.is_fresh = false;
@@ -161,9 +174,8 @@ void HostTier::poll(std::vector<FailedLoad>& failed) {
       ++stats_.loads;
       image.host = std::move(read.loaded);
       image.is_fresh = true;
-      ++stats_.images;
       --stats_.images_on_disk;
-      note_use(image);
+      note_copy(image);
       make_room(0, Evict::kAny);  // a copy that cannot be dropped may have come meanwhile
       continue;
     }
@@ -180,6 +192,7 @@ void HostTier::audit() const {
   uint64_t busy = 0;
   int64_t copies = 0;
   size_t droppable = 0;
+  size_t droppable_copies = 0;
   for (size_t i = 0; i < images_.size(); ++i) {
     const TieredImage& image = *images_[i];
     MOELORA_ASSERT(image.host_index == i && (image.host == nullptr || !image.is_reading));
@@ -187,6 +200,10 @@ void HostTier::audit() const {
     MOELORA_ASSERT(image.is_reloadable() || image.host != nullptr);
     MOELORA_ASSERT(image.host == nullptr || image.host->stream.size() == image.stream_bytes);
     copies += image.host != nullptr ? 1 : 0;
+    if (image.host != nullptr && image.is_reloadable()) {
+      ++droppable_copies;
+      MOELORA_ASSERT(copies_[image.copy_index] == &image);
+    }
     bytes += image.host != nullptr || image.is_reading ? image.stream_bytes : 0;
     busy += image.is_copied_from || image.is_reading ? image.stream_bytes : 0;
     undroppable += image.is_reloadable() ? 0 : image.stream_bytes;
@@ -194,6 +211,7 @@ void HostTier::audit() const {
     MOELORA_ASSERT(!image.is_reloadable() || droppable_sizes_.contains(image.stream_bytes));
   }
   MOELORA_ASSERT(bytes == stats_.bytes && undroppable == bytes_undroppable_ && droppable == droppable_sizes_.size());
+  MOELORA_ASSERT(droppable_copies == copies_.size());
   MOELORA_ASSERT(copies == stats_.images && copies + stats_.images_on_disk == static_cast<int64_t>(images_.size()));
   MOELORA_ASSERT(bytes_max_ == 0 || bytes <= bytes_max_ || busy > 0);
 }

@@ -70,11 +70,13 @@ class HostTier {
   // Drops copies until `bytes` more fit: false if what may leave is too little.
   bool make_room(uint64_t bytes, Evict evict);
   [[nodiscard]] TieredImage* coldest(Evict evict) const;
+  void note_copy(TieredImage& image);
   void drop(TieredImage& image);
   [[nodiscard]] double value(const TieredImage& image) const;
 
   uint64_t bytes_max_;
   std::vector<std::shared_ptr<TieredImage>> images_;  // all, in any order
+  std::vector<TieredImage*> copies_;                  // those with a copy that may be dropped
   uint64_t bytes_undroppable_ = 0;
   std::multiset<uint64_t> droppable_sizes_;
   double level_ = 0;

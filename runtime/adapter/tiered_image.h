@@ -31,7 +31,8 @@ struct TieredImage : AdapterFacts {
   int32_t slot = 0;       // of the adapter table, from `place` on; 0 = none
 
   std::shared_ptr<const AdapterImage> host;  // null: on disk only
-  size_t host_index = 0;                     // in HostTier
+  size_t host_index = 0;                     // in HostTier's images
+  size_t copy_index = 0;                     // in its copies
   bool is_reading = false;                   // the host copy is on its way from the disk
   bool is_copied_from = false;               // the uploader reads the host copy
   bool is_fresh = false;                     // read and not yet copied to the device
