@@ -104,6 +104,17 @@ Graph* Engine::Parts::graph_of_batch() const {
   return step_input->is_decode() && index < graphs_.size() ? graphs_[index].get() : nullptr;
 }
 
+void Engine::Parts::open_swap_space() {
+  if (options.swap_memory_bytes == 0) {
+    return;
+  }
+  swap_space = std::make_unique<SwapSpace>(options.swap_memory_bytes, info.page_bytes, *device);
+  for (PageMoves* moves : {&batch_.swaps_out, &batch_.swaps_in}) {
+    moves->pages.reserve(static_cast<size_t>(swap_space->num_places()));
+    moves->places.reserve(static_cast<size_t>(swap_space->num_places()));
+  }
+}
+
 Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
   const auto report = [&](double done) {
     if (options.progress != nullptr) {
@@ -151,13 +162,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
                                static_cast<int32_t>(options.max_loads_per_step),
                                options.fairness == "adapter",
                                options.early_refusal};
-  if (options.swap_memory_bytes > 0) {
-    swap_space = std::make_unique<SwapSpace>(options.swap_memory_bytes, info.page_bytes, *device);
-    for (PageMoves* moves : {&batch_.swaps_out, &batch_.swaps_in}) {
-      moves->pages.reserve(static_cast<size_t>(swap_space->num_places()));
-      moves->places.reserve(static_cast<size_t>(swap_space->num_places()));
-    }
-  }
+  open_swap_space();
   scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, swap_space.get(), prefix.get());
   step_input = std::make_unique<StepInput>(
       StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,

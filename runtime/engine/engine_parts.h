@@ -132,6 +132,7 @@ class Engine::Parts {
   void open_device();
   void open_weights(const std::string& model_dir);
   void size_up();
+  void open_swap_space();
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
   void count_prompt(const Sequence& sequence, const BatchEntry& entry);

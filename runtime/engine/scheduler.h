@@ -59,16 +59,13 @@ class Scheduler {
   void schedule_running(Batch& batch, bool decode);
   void admit_waiting(Batch& batch, double now);
   void prefetch_waiting();
-  // kResident: the sequence has all that it needs.
-  [[nodiscard]] Residency try_start(Sequence& sequence);
+  [[nodiscard]] Residency try_start(Sequence& sequence);  // kResident: it has all that it needs
   [[nodiscard]] bool take_pages(Sequence& sequence);
   void adopt_running();
   [[nodiscard]] int32_t num_reclaimable(Evict evict) const;
   void start(Sequence& sequence, Batch& batch, double now);
   void note_blocked(Sequence& sequence) const;
-  // Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all).
   bool reclaim_waiting(const Sequence* wants);
-  // A running sequence whose reader is behind gives up everything for those who wait.
   bool preempt_paused(Batch& batch);
   // False once those behind one that lacks a slot or pages wait with it, unless only pins stand in its way.
   [[nodiscard]] bool may_be_overtaken(Sequence& sequence);
@@ -95,8 +92,7 @@ class Scheduler {
   std::vector<int32_t> free_rows_;
   std::vector<Swap> swapped_in_;                     // their places are read in the step before
   bool is_short_ = false, is_swapping_out_ = false;  // in this step
-  int32_t num_loads_ = 0;                            // begun in this step
-  int64_t num_steps_ = 0;
+  int64_t num_steps_ = 0, num_loads_ = 0;            // loads: begun in this step
   uint64_t session_clock_ = 0;
   SchedulerCounters counters_;
 };

@@ -75,6 +75,7 @@ int64_t Scheduler::num_unfilled_positions() const {
   return positions;
 }
 
+// Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all).
 bool Scheduler::reclaim_waiting(const Sequence* wants) {
   for (size_t i = waiting_.size(); i-- > 0;) {
     if (waiting_[i].get() == wants) {
@@ -152,6 +153,7 @@ void Scheduler::preempt(Sequence& sequence, Batch& batch) {
   insert_waiting(std::move(owner));
 }
 
+// A running sequence whose reader is behind gives up everything for those who wait.
 bool Scheduler::preempt_paused(Batch& batch) {
   for (size_t i = running_.size(); i-- > 0;) {
     if (is_paused(*running_[i])) {
