@@ -40,7 +40,7 @@ struct LinearArgs {
 // Enough for any linear (and moe_gate_up, moe_down) op of `rows` rows of width `k` with `lora_rows`
 // adapter rows of rank <= `max_rank`: packed activations and the shrunk rows of three parts.
 constexpr size_t linear_scratch_bytes(size_t rows, size_t k, size_t lora_rows, size_t max_rank) {
-  return rows * ((k + 63) / 64 * 64) * 4 + 3 * lora_rows * ((max_rank + 15) / 16 * 16) * 4 + 4096;
+  return rows * ((k + 63) / 64 * 64) * 4 + 3 * lora_rows * ((max_rank + 15) / 16 * 16 + 16) * 4 + 4096;
 }
 
 inline double linear_flops(const LinearArgs& args) {

@@ -2,6 +2,8 @@
 // linear on vectors: rows are packed and adapter rows shrunk first (phase one), then workers take tiles of
 // outputs by ticket; each tile adds its part of the LoRA expand, the bias and the old output while its sums
 // are in cache. Parts whose dtypes need another pack order are done after the others. Bits: see dot_inl.h.
+#include <new>
+
 #include "kernels/base/simd_targets.h"
 #include "kernels/dense/linear.h"
 
@@ -56,6 +58,12 @@ float* shrunk_row(const LinearPlan& plan, int32_t part, int32_t index) {
   return plan.shrunk + (static_cast<int64_t>(part) * plan.args->lora->num_rows + index) * plan.stride;
 }
 
+// Beside the shrunk row; phase one writes it, so that the tiles need not look it up.
+LoraTarget& kept_target(const LinearPlan& plan, int32_t part, int32_t index) {
+  static_assert(sizeof(LoraTarget) <= kShrunkBeside * sizeof(float));
+  return *reinterpret_cast<LoraTarget*>(shrunk_row(plan, part, index) + plan.stride - kShrunkBeside);
+}
+
 // One item of phase one: packs row `item`, or shrinks eight ranks of an adapter row of a part.
 void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
   const LinearArgs& args = *plan.args;
@@ -70,7 +78,16 @@ void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
   const int32_t part = plan.part[shrink / panels % plan.num_parts];
   const int32_t index = shrink / panels / plan.num_parts;
   const int32_t row = args.lora->sorted_rows[index];
+  if (index + 1 < args.lora->num_rows) {
+    const LoraTarget next = lora_target(args, part, args.lora->sorted_rows[index + 1]);
+    if (next.record != nullptr && panel * kTileRanks < next.record->rank) {
+      prefetch_shrink(args.lora->table, next.slot, *next.record, panel, args.k);
+    }
+  }
   const LoraTarget target = lora_target(args, part, row);
+  if (panel == 0) {
+    new (&kept_target(plan, part, index)) LoraTarget(target);
+  }
   if (target.record == nullptr || panel * kTileRanks >= target.record->rank) {
     return;
   }
@@ -91,7 +108,7 @@ void add_lora(const LinearPlan& plan, int32_t part, int32_t n, int32_t outputs, 
       if (row < first || row >= first + count) {
         continue;
       }
-      next = lora_target(*plan.args, part, row);
+      next = kept_target(plan, part, index);
       if (next.record == nullptr) {
         continue;
       }
@@ -186,7 +203,7 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
   }
   plan.by_classes = args.num_rows > kClassesRows;
   plan.outputs = tile_outputs(args.k, 1, plan.by_classes, total, stream.num_threads());
-  const bool lora = args.lora != nullptr && args.lora->num_rows > 0;
+  const bool lora = args.lora != nullptr && args.lora->num_rows > 0 && args.lora->max_rank > 0;
   for (int32_t p = 0; p < args.num_parts; ++p) {
     if (pack_order(stored_as(args.parts[p].weight.dtype)) != order) {
       continue;

@@ -18,7 +18,29 @@ namespace moelora {
 namespace HWY_NAMESPACE {
 
 constexpr int kCoreVectors = 64 / kLanes;
-constexpr int64_t shrunk_stride(int32_t max_rank) { return (max_rank + 15) / 16 * 16; }
+// Floats from one shrunk row to the next: its ranks, and a line for what the caller keeps beside them.
+constexpr int64_t kShrunkBeside = 16;
+constexpr int64_t shrunk_stride(int32_t max_rank) { return (max_rank + 15) / 16 * 16 + kShrunkBeside; }
+
+// Granules first .. first + count - 1 of a stream. They nearly always lie in one page: then the page table, with its
+// division, is looked at once.
+class Granules {
+ public:
+  HWY_INLINE Granules(const AdapterTable& table, int32_t slot, int32_t first, int32_t count)
+      : table_(table),
+        slot_(slot),
+        first_(first),
+        base_(count <= table.run(first) ? table.granule(slot, first) : nullptr) {}
+  HWY_INLINE const std::byte* at(int32_t i) const {
+    return base_ != nullptr ? base_ + i * int64_t{kGranuleBytes} : table_.granule(slot_, first_ + i);
+  }
+
+ private:
+  const AdapterTable& table_;
+  int32_t slot_;
+  int32_t first_;
+  const std::byte* base_;
+};
 
 // acc[8 x 8] += core[i][j] * values[j].
 template <Dtype kDtype>
@@ -77,8 +99,9 @@ HWY_INLINE void shrink_panel(const AdapterTable& table, int32_t slot, const Lora
   FloatVec acc[kCoreVectors];
   for (FloatVec& sum : acc) sum = hn::Zero(d);
   const int32_t tiles = ceil_div(k, kTileColumns);
+  const Granules a(table, slot, record.a + panel * tiles * kTileGranules, tiles * kTileGranules);
   for (int32_t tile = 0; tile < tiles; ++tile) {
-    const std::byte* cores = table.granule(slot, record.a + (panel * tiles + tile) * kTileGranules);
+    const std::byte* cores = a.at(tile * kTileGranules);
     const float* values = x + tile * kTileColumns;
     float rest[kTileColumns] = {};
     if (const int32_t count = k - tile * kTileColumns; count < kTileColumns) {
@@ -102,23 +125,85 @@ HWY_INLINE void shrink_panel(const AdapterTable& table, int32_t slot, const Lora
   }
 }
 
-// acc[8 x 8] summed over its rows is (B shrunk)[n .. n + 7].
+#if HWY_TARGET <= HWY_AVX3
+// The sums of two cores' rows, a and b, in one vector, in the order of reduce_core's additions.
+HWY_INLINE FloatVec reduce_cores(const FloatVec* a, const FloatVec* b) {
+  const FloatTag d;
+  const hn::Repartition<uint64_t, FloatTag> d64;
+  // Blocks of four lanes: of rows 0, 2, 1, 3 and 4, 6, 5, 7, each the sum of its row's two halves.
+  const auto halves = [](FloatVec even, FloatVec odd) HWY_ATTR {
+    return hn::OddEvenBlocks(hn::Add(odd, hn::SwapAdjacentBlocks(odd)), hn::Add(even, hn::SwapAdjacentBlocks(even)));
+  };
+  const auto quarters = [&](const FloatVec* acc) HWY_ATTR {
+    const FloatVec low = halves(acc[0], acc[1]);
+    const FloatVec high = halves(acc[2], acc[3]);
+    return hn::BitCast(d64, hn::Add(hn::InterleaveLower(d, low, high), hn::InterleaveUpper(d, low, high)));
+  };
+  const auto of_a = quarters(a);
+  const auto of_b = quarters(b);
+  const FloatVec sums = hn::Add(hn::BitCast(d, hn::InterleaveLower(d64, of_a, of_b)),
+                                hn::BitCast(d, hn::InterleaveUpper(d64, of_a, of_b)));
+  // Block i of `sums` holds rows {0, 2, 1, 3}[i] and 4 more of a, then of b.
+  alignas(64) static constexpr int32_t kOrder[16] = {0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15};
+  return hn::TableLookupLanes(sums, hn::SetTableIndices(d, kOrder));
+}
+#endif
+
+// acc[8 x 8] summed over its rows is (B shrunk)[n .. n + 7]; `b` begins with the tile of output n.
 template <Dtype kDtype>
-HWY_INLINE void expand_core(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t n,
-                            const float* shrunk, FloatVec* acc) {
+HWY_INLINE void expand_core(const Granules& b, int32_t panels, int32_t n, const float* shrunk, FloatVec* acc) {
   const FloatTag d;
   for (int i = 0; i < kCoreVectors; ++i) acc[i] = hn::Zero(d);
-  const int32_t panels = ceil_div(record.rank, kTileRanks);
   for (int32_t panel = 0; panel < panels; ++panel) {
-    const int32_t tile = n / kTileColumns * panels + panel;
-    const std::byte* cores = table.granule(slot, record.b + tile * tile_granules(kDtype));
-    multiply_core<kDtype>(cores + n % kTileColumns / 8 * static_cast<int>(64 * dtype_bytes(kDtype)),
-                          shrunk + panel * kTileRanks, acc);
+    multiply_core<kDtype>(
+        b.at(panel * tile_granules(kDtype)) + n % kTileColumns / 8 * static_cast<int>(64 * dtype_bytes(kDtype)),
+        shrunk + panel * kTileRanks, acc);
   }
 }
 
-// Asks for what expand_add will read first. Adapters of a batch are read once a step: without this each row waits for
-// memory, a few lines at a time.
+// sums[j] += scale * (B shrunk)[n + j] for j < count; all in one tile of B, n a multiple of 8.
+template <Dtype kDtype>
+HWY_INLINE void expand_tile(const Granules& b, int32_t panels, float scale, const float* shrunk, int32_t n,
+                            int32_t count, float* sums) {
+  const hn::FixedTag<float, 4> d4;
+  int32_t j = 0;
+#if HWY_TARGET <= HWY_AVX3
+  const FloatTag d;
+  for (; j + 16 <= count; j += 16) {
+    FloatVec acc[2 * kCoreVectors];
+    expand_core<kDtype>(b, panels, n + j, shrunk, acc);
+    expand_core<kDtype>(b, panels, n + j + 8, shrunk, acc + kCoreVectors);
+    const FloatVec delta = reduce_cores(acc, acc + kCoreVectors);
+    hn::StoreU(hn::Add(hn::LoadU(d, sums + j), hn::Mul(hn::Set(d, scale), delta)), d, sums + j);
+  }
+#endif
+  for (; j < count; j += 8) {
+    FloatVec acc[kCoreVectors];
+    expand_core<kDtype>(b, panels, n + j, shrunk, acc);
+    if (count - j >= 8) {
+      reduce_core(acc, [&](int first, auto four) HWY_ATTR {
+        float* const to = sums + j + first;
+        hn::StoreU(hn::Add(hn::LoadU(d4, to), hn::Mul(hn::Set(d4, scale), four)), d4, to);
+      });
+      continue;
+    }
+    float delta[8];
+    reduce_core(acc, delta);
+    for (int32_t i = 0; i < count - j; ++i) sums[j + i] += scale * delta[i];
+  }
+}
+
+// Asks for what shrink_panel and expand_add will read first. Adapters of a batch are read once a step: without this
+// each row waits for memory, a few lines at a time.
+HWY_INLINE void prefetch_shrink(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t panel,
+                                int32_t k) {
+  constexpr int32_t kBytesMost = 4096;
+  const int32_t granules = ceil_div(k, kTileColumns) * tile_granules(static_cast<Dtype>(record.dtype));
+  const std::byte* tiles = table.granule(slot, record.a + panel * granules);
+  for (int32_t at = 0; at < std::min(granules * int32_t{kGranuleBytes}, kBytesMost); at += 64) {
+    __builtin_prefetch(tiles + at, 0, 2);
+  }
+}
 HWY_INLINE void prefetch_expand(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t n,
                                 int32_t count) {
   constexpr int32_t kBytesMost = 2048;
@@ -136,31 +221,21 @@ HWY_INLINE void prefetch_expand(const AdapterTable& table, int32_t slot, const L
 HWY_INLINE void expand_add(const AdapterTable& table, int32_t slot, const LoraRecord& record, float scale,
                            const float* shrunk, int32_t n, int32_t count, float* sums) {
   constexpr int32_t kGranuleFloats = kGranuleBytes / sizeof(float);
-  const hn::FixedTag<float, 4> d4;
   const bool bf16 = record.dtype == static_cast<int32_t>(Dtype::kBf16);
-  for (int32_t j = 0; j < count; j += 8) {
-    FloatVec acc[kCoreVectors];
+  const int32_t panels = ceil_div(record.rank, kTileRanks);
+  const int32_t granules = panels * tile_granules(static_cast<Dtype>(record.dtype));
+  for (int32_t j = 0, width = 0; j < count; j += width) {
+    width = std::min(count - j, kTileColumns - (n + j) % kTileColumns);
+    const Granules b(table, slot, record.b + (n + j) / kTileColumns * granules, granules);
     if (bf16) {
-      expand_core<Dtype::kBf16>(table, slot, record, n + j, shrunk, acc);
+      expand_tile<Dtype::kBf16>(b, panels, scale, shrunk, n + j, width, sums + j);
     } else {
-      expand_core<Dtype::kF32>(table, slot, record, n + j, shrunk, acc);
+      expand_tile<Dtype::kF32>(b, panels, scale, shrunk, n + j, width, sums + j);
     }
-    const int32_t width = count - j < 8 ? count - j : 8;
-    if (width == 8) {
-      reduce_core(acc, [&](int first, auto four) HWY_ATTR {
-        float* const to = sums + j + first;
-        hn::StoreU(hn::Add(hn::LoadU(d4, to), hn::Mul(hn::Set(d4, scale), four)), d4, to);
-      });
-    } else {
-      float delta[8];
-      reduce_core(acc, delta);
-      for (int32_t i = 0; i < width; ++i) sums[j + i] += scale * delta[i];
-    }
-    if (record.bias >= 0) {
-      const auto* bias =
-          reinterpret_cast<const float*>(table.granule(slot, record.bias + (n + j) / kGranuleFloats));
-      for (int32_t i = 0; i < width; ++i) sums[j + i] += scale * bias[(n + j) % kGranuleFloats + i];
-    }
+  }
+  for (int32_t j = 0; record.bias >= 0 && j < count; ++j) {
+    const std::byte* bias = table.granule(slot, record.bias + (n + j) / kGranuleFloats);
+    sums[j] += scale * reinterpret_cast<const float*>(bias)[(n + j) % kGranuleFloats];
   }
 }
 
