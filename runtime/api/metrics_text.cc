@@ -77,6 +77,10 @@ void add_counters(Exposition& out, const EngineStats& stats) {
   counter("moelora_output_tokens_total", "Tokens generated.", stats.output_tokens);
   counter("moelora_preemptions_total", "Sequences put back for lack of pages.", stats.preemptions);
   counter("moelora_swaps_total", "Preemptions whose KV went to host memory.", stats.swaps);
+  counter("moelora_prefix_query_tokens_total", "Tokens whose KV was looked for in the prefix cache.",
+          stats.prefix_query_tokens);
+  counter("moelora_prefix_hit_tokens_total", "Tokens whose KV was found there.", stats.prefix_hit_tokens);
+  counter("moelora_prefix_evictions_total", "Blocks that left the prefix cache.", stats.prefix_evictions);
   counter("moelora_sessions_evicted_total", "Sessions whose KV was dropped.", stats.sessions_evicted);
   counter("moelora_adapter_loads_total", "Uploads of adapters to the device that were begun.", stats.adapter_loads);
   counter("moelora_adapter_load_bytes_total", "Bytes of adapters that arrived on the device.",
@@ -100,6 +104,8 @@ void add_gauges(Exposition& out, const EngineStats& stats) {
   gauge("moelora_pages_kv", "Pages that hold KV.", stats.pages_kv);
   gauge("moelora_pages_adapter", "Pages that hold adapters.", stats.pages_adapter);
   gauge("moelora_adapter_host_bytes", "Host copies of adapters.", stats.adapter_host_bytes);
+  gauge("moelora_prefix_blocks", "Blocks in the prefix cache.", stats.prefix_blocks);
+  gauge("moelora_pages_cached", "Of the pages that hold KV: as good as free.", stats.pages_cached);
   gauge("moelora_page_wasted_bytes", "Bytes of pages in use that nothing can use.", stats.page_bytes_wasted);
   gauge("moelora_kv_unfilled_bytes", "Bytes of blocks in use that no token has yet.", stats.kv_bytes_unfilled);
   gauge("moelora_adapters_in_host_memory", "Adapters with a host copy.", stats.adapters_in_host_memory);
