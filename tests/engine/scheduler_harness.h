@@ -211,15 +211,15 @@ class SchedulerHarness {
   }
   // What has been copied counts `upload_steps` after the last time that something did.
   void poll() {
-    if (!adapters.is_uploading()) {
+    if (!adapters.is_loading()) {
       polled_at = now;
       return;
     }
     if (now - polled_at < options.upload_steps) {
       return;
     }
-    std::vector<FailedUpload> failed;
-    while (adapters.is_uploading()) {
+    std::vector<FailedLoad> failed;
+    while (adapters.is_loading()) {
       adapters.poll(failed);
       std::this_thread::yield();
     }
