@@ -132,7 +132,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
   adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
                                                                config.num_experts, options.upload_bytes_per_second},
-                                            *pool, *kernels, *device, [this] { wake(); });
+                                            *pool, *kernels, *device, [this] { note_upload(); });
   const SchedulerLimits limits{info.max_num_sequences,
                                info.max_batch_tokens,
                                logit_rows,
@@ -188,6 +188,14 @@ void Engine::Parts::wake() {
     woken = true;
   }
   work.notify_all();
+}
+
+void Engine::Parts::note_upload() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ++uploads_ended;
+  }
+  wake();
 }
 
 Engine::Engine() = default;
