@@ -332,8 +332,46 @@ void Simulation::check_progress(bool ran, uint64_t tokens_before) {
   // Everybody who runs may have to compute its context again.
   const auto chunks = static_cast<uint64_t>(shape_.context / shape_.batch_tokens + 1);
   const uint64_t most = 8 + 2 * chunks * static_cast<uint64_t>(shape_.sequences);
-  check(idle_steps_ <= kIdleStepsMax, "nobody runs, though somebody could");
-  check(steps_without_token_ <= most, std::to_string(most) + " steps gave no token");
+  if (idle_steps_ > kIdleStepsMax) {
+    fail("nobody runs, though somebody could" + state());
+  }
+  if (steps_without_token_ > most) {
+    fail(std::to_string(most) + " steps gave no token" + state());
+  }
+}
+
+std::string Simulation::state() const {
+  Engine::Parts& parts = engine_->parts();
+  const PagePool& pool = *parts.pool;
+  std::string text = "\n  pages: " + std::to_string(pool.num_free()) + " free, " +
+                     std::to_string(pool.num_used(PageUse::kKv)) + " of KV, " +
+                     std::to_string(pool.num_used(PageUse::kAdapter)) + " of adapters";
+  int64_t left = 12;
+  for (const auto* list : {&parts.scheduler->running(), &parts.scheduler->waiting()}) {
+    for (const auto& sequence : *list) {
+      if (--left < 0) {
+        break;
+      }
+      const Request& request = sequence->request();
+      text += std::string(list == &parts.scheduler->running() ? "\n  running: " : "\n  waiting: ") +
+              std::to_string(sequence->num_tokens()) + " tokens, " + std::to_string(sequence->kv->length) +
+              " computed, " + std::to_string(sequence->kv->pages.size()) + " pages, " +
+              std::to_string(sequence->num_unread()) + " unread, slot " + std::to_string(sequence->slot) +
+              (request.session != nullptr ? ", of a session" : "");
+      if (request.adapter != nullptr) {
+        text += ", adapter of " + std::to_string(parts.adapters->pages_of(*request.adapter->image)) + " pages, " +
+                std::to_string(request.adapter->pins.load()) + " pins, scale " + std::to_string(sequence->row_scale);
+      }
+    }
+  }
+  for (const auto& adapter : adapters_) {
+    if (adapter->pins > 0 || adapter->adapter->slot.load() > 0) {
+      text += "\n  adapter " + std::to_string(adapter->number) + ": " + std::to_string(adapter->key.num_pages) +
+              " pages, " + std::to_string(adapter->pins) + " pins, slot " +
+              std::to_string(adapter->adapter->slot.load());
+    }
+  }
+  return text;
 }
 
 SimTotals Simulation::totals() const {

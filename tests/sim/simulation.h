@@ -112,6 +112,8 @@ class Simulation {
   void check_counters() const;
   void audit_all();
   [[nodiscard]] bool must_progress() const;
+  // Who holds what, for a fault that is about waiting.
+  [[nodiscard]] std::string state() const;
   [[noreturn]] void fail(const std::string& what) const { throw Failure(what); }
   void check(bool holds, const std::string& what) const {
     if (!holds) {

@@ -232,7 +232,8 @@ void Simulation::finish(SimRequest& request) {
   if (request.session != nullptr) {
     SimSession& session = *request.session;
     session.is_busy = false;
-    if (result.finish != FinishReason::kCancelled || !request.drops_turn) {
+    const bool may_drop = result.finish == FinishReason::kCancelled || result.finish == FinishReason::kError;
+    if (!may_drop || !request.drops_turn) {
       session.text = std::move(request.text);
     }
     check(session.session->tokens == session.text.tokens, "a session has other tokens after a turn");
