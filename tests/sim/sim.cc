@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // sim: simulated requests, adapters and sessions against the real engine, see README.md.
-#include <sys/resource.h>
-
+#include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <optional>
 
 #include "tests/sim/workload.h"
 
@@ -121,55 +121,79 @@ void print(const Shape& shape, uint64_t seed, const SimTotals& totals, double se
   std::fflush(stdout);
 }
 
+// What is being done, for whoever has to say where it ended.
+struct Place {
+  const Options* options = nullptr;
+  Shape shape;
+  uint64_t seed = 0;
+  int64_t number = 0;  // of the event
+  Event event;
+};
+Place place;
+
+void print_fault(const char* what) {
+  std::printf("FAULT at event %lld: %s\n  %s\n  again: sim --shape %s --pages %lld --slots %lld --audit-every %lld ",
+              static_cast<long long>(place.number), to_json(place.event).c_str(), what, place.shape.name.c_str(),
+              static_cast<long long>(place.shape.num_pages), static_cast<long long>(place.shape.slots),
+              static_cast<long long>(place.options->audit_every));
+  if (place.options->replay.empty()) {
+    std::printf("--seed %llu --events %lld\n", static_cast<unsigned long long>(place.seed),
+                static_cast<long long>(std::min(place.number + 1, place.options->events)));
+  } else {
+    std::printf("--replay %s\n", place.options->replay.c_str());
+  }
+  std::fflush(stdout);
+}
+
+// A broken invariant in a destructor, a crash, or nobody's patience.
+void die(int signal) {
+  std::signal(signal, SIG_DFL);
+  print_fault(strsignal(signal));
+  std::raise(signal);
+}
+
 // False after a fault, which was printed.
 bool run(const Options& options, Shape shape, uint64_t seed) {
   shape.num_pages = options.pages > 0 ? options.pages : shape.num_pages;
   shape.slots = options.slots > 0 ? options.slots : shape.slots;
+  place = {&options, shape, seed, 0, {}};
   const ModelDir dir(shape);
   std::ofstream record(options.record);
   std::ifstream replay(options.replay);
   Workload workload(shape, seed);
-  Event event;
-  int64_t number = 0;
   const auto begun = std::chrono::steady_clock::now();
   try {
     Simulation simulation(shape, options.audit_every, dir.path());
-    for (; number < options.events; ++number) {
+    for (; place.number < options.events; ++place.number) {
       if (options.replay.empty()) {
-        event = workload.next(simulation);
+        place.event = workload.next(simulation);
       } else {
         std::string line;
         if (!std::getline(replay, line)) {
           break;
         }
-        event = from_json(line);
+        place.event = from_json(line);
       }
       if (!options.record.empty()) {
-        record << to_json(event) << '\n' << std::flush;
+        record << to_json(place.event) << '\n' << std::flush;
       }
-      simulation.apply(event);
+      simulation.apply(place.event);
     }
-    event = {EventType::kSettle, {1}};
-    simulation.apply(event);
+    place.event = {EventType::kSettle, {1}};
+    simulation.apply(place.event);
     const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begun;
     print(shape, seed, simulation.totals(), seconds.count());
     return true;
   } catch (const std::exception& error) {
-    std::printf("FAULT at event %lld: %s\n  %s\n  again: sim --shape %s --pages %lld --slots %lld --audit-every %lld ",
-                static_cast<long long>(number), to_json(event).c_str(), error.what(), shape.name.c_str(),
-                static_cast<long long>(shape.num_pages), static_cast<long long>(shape.slots),
-                static_cast<long long>(options.audit_every));
-    if (options.replay.empty()) {
-      std::printf("--seed %llu --events %lld\n", static_cast<unsigned long long>(seed),
-                  static_cast<long long>(number + 1));
-    } else {
-      std::printf("--replay %s\n", options.replay.c_str());
-    }
+    print_fault(error.what());
     return false;
   }
 }
 
 int main(const Options& options) {
+  for (const int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGTERM, SIGINT}) {
+    std::signal(signal, die);
+  }
   bool clean = true;
   bool found = false;
   for (const Shape& shape : shapes()) {

@@ -128,6 +128,7 @@ void Simulation::step(int64_t microseconds) {
   if (totals_.steps % static_cast<uint64_t>(audit_every_) == 0) {
     check_counters();
   }
+  check_unloaded();
   if (totals_.steps % static_cast<uint64_t>(std::max<int64_t>(audit_every_, 64)) == 0) {
     audit_all();
   }
@@ -167,6 +168,7 @@ void Simulation::unload(const std::shared_ptr<SimAdapter>& adapter, bool if_idle
     return;
   }
   adapter->is_unloaded = true;
+  unloaded_.push_back({adapter->key.image, adapter->adapter->image, 0});
   std::erase(adapters_, adapter);
   const auto is_it = [&](const auto& named) { return named.second == adapter; };
   if (const auto named = std::find_if(names_.begin(), names_.end(), is_it); named != names_.end()) {
@@ -281,6 +283,24 @@ void Simulation::audit_all() {
       fail(*request, "it was cancelled and did not end");
     }
   }
+}
+
+// Slots, pages and the host's copy are given up two steps after the last user has gone at the latest, or once an upload
+// on its way has ended.
+void Simulation::check_unloaded() {
+  std::erase_if(unloaded_, [&](SimUnloaded& one) {
+    if (one.memory.expired()) {
+      return true;
+    }
+    const auto has_it = [&](const auto& user) { return user->key.image == one.image; };
+    const bool is_used = engine_->has_upload() || std::any_of(adapters_.begin(), adapters_.end(), has_it) ||
+                         std::any_of(sessions_.begin(), sessions_.end(), has_it) ||
+                         std::any_of(active_.begin(), active_.end(), has_it);
+    one.unused_since = is_used ? 0 : one.unused_since == 0 ? totals_.steps : one.unused_since;
+    check(is_used || totals_.steps < one.unused_since + 3,
+          "image " + std::to_string(one.image) + " was unloaded and stays");
+    return false;
+  });
 }
 
 void Simulation::check_counters() const {

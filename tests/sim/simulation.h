@@ -35,6 +35,13 @@ struct SimAdapter {
   bool is_unloaded = false;
 };
 
+// An image whose last adapter was unloaded: it goes with its last user.
+struct SimUnloaded {
+  uint64_t image = 0;
+  std::weak_ptr<const AdapterImage> memory;
+  uint64_t unused_since = 0;  // step; 0 = it is used
+};
+
 struct SimSession {
   int64_t number = 0;
   std::shared_ptr<Session> session;
@@ -110,6 +117,7 @@ class Simulation {
   void check_result(const SimRequest& request, const RequestResult& result) const;
   void check_progress(bool ran, uint64_t tokens_before);
   void check_counters() const;
+  void check_unloaded();
   void audit_all();
   [[nodiscard]] bool must_progress() const;
   // Who holds what, for a fault that is about waiting.
@@ -131,6 +139,7 @@ class Simulation {
   std::vector<std::shared_ptr<SimAdapter>> adapters_;  // not unloaded
   std::vector<std::shared_ptr<SimSession>> sessions_;  // not closed
   std::unordered_map<int64_t, std::shared_ptr<SimAdapter>> names_;
+  std::vector<SimUnloaded> unloaded_;
   double step_begun_ms_ = 0, step_before_ms_ = 0;
   uint64_t idle_steps_ = 0, steps_without_token_ = 0;
   uint64_t num_prefetches_ = 0;  // not answered
