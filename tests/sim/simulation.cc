@@ -128,7 +128,9 @@ void Simulation::step(int64_t microseconds) {
   if (totals_.steps % static_cast<uint64_t>(audit_every_) == 0) {
     check_counters();
   }
-  check_unloaded();
+  if (totals_.steps % 8 == 0) {
+    check_unloaded();
+  }
   if (totals_.steps % static_cast<uint64_t>(std::max<int64_t>(audit_every_, 64)) == 0) {
     audit_all();
   }
