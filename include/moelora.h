@@ -416,24 +416,30 @@ typedef struct moelora_adapter_info {
   int32_t pins;
   int32_t in_flight;         /* requests submitted and not finished */
   int32_t reserved;
-  uint64_t host_bytes;
+  uint64_t host_bytes;       /* of its packed form, in host memory or not */
   uint64_t file_bytes;
   uint64_t fingerprint;      /* of the contents */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
   double read_ms;            /* opening its files and reading all of them; 0 of a random adapter */
   double pack_ms;            /* checking the tensors and packing them in host memory */
   double upload_ms;          /* its last copy to the device, without the wait for its turn; 0 before the first */
+  uint64_t uploaded_bytes;   /* by its last copy to the device, so far; of host_bytes */
+  int32_t in_host_memory;    /* 0: on disk, and read again when it is wanted (option host_memory_bytes) */
+  int32_t reserved2;
 } moelora_adapter_info;
 #define moelora_adapter_info_init(p) moelora_struct_init((p), sizeof *(p))
 
 /** Loads a PEFT folder (adapter_config.json, adapter_model.safetensors) under a name. Strict: every tensor is used or
     the load fails, naming it. A handle is an identity: loading a folder again gives another. since 0.1.
+    With the option host_memory_bytes an adapter that is not in use may leave host memory and is then read from the
+    folder again when a request wants it; if its contents are others by then, such requests end with E_IO naming the
+    file. E_NOMEM if the option is too small to hold the adapter beside those that cannot be read again.
     Errors: E_EXISTS, E_IO, E_CORRUPT, E_UNSUPPORTED, E_ADAPTER_MISMATCH, E_NOMEM, naming file and tensor or key.
     Ownership: caller owns the handle, moelora_adapter_unload. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_adapter_load_dir(moelora_engine *engine, const char *name, size_t name_len,
                                                     const char *dir, size_t dir_len, uint32_t flags,
                                                     moelora_adapter *out, moelora_error *err);
-/** The same from the contents of the two files; both are copied before return. since 0.1 */
+/** The same from the contents of the two files; both are copied before return, and stay in host memory. since 0.1 */
 MOELORA_API moelora_status moelora_adapter_load_mem(moelora_engine *engine, const char *name, size_t name_len,
                                                     const char *config_json, size_t config_json_len,
                                                     const void *weights, size_t weights_len, uint32_t flags,
@@ -451,6 +457,11 @@ MOELORA_API moelora_status moelora_adapter_prefetch(moelora_engine *engine, moel
 MOELORA_API moelora_status moelora_adapter_pin(moelora_engine *engine, moelora_adapter adapter, moelora_error *err);
 /** since 0.1. Errors: E_INVALID without a pin. Ownership: -. Threads: any. */
 MOELORA_API moelora_status moelora_adapter_unpin(moelora_engine *engine, moelora_adapter adapter, moelora_error *err);
+/** Share of the adapter, 0.001 to 1000, initially 1, where option `fairness` is "adapter": twice the weight, twice the
+    tokens while all have requests waiting. Adapter 0: the base, all its requests together. A clone has its own.
+    since 0.1. Errors: E_INVALID outside the range. Ownership: -. Threads: any. */
+MOELORA_API moelora_status moelora_adapter_set_weight(moelora_engine *engine, moelora_adapter adapter, double weight,
+                                                      moelora_error *err);
 /** The handle is gone at once; running requests finish, memory goes with the last user. since 0.1.
     Errors: E_BUSY with MOELORA_UNLOAD_IF_IDLE while requests are in flight. Ownership: ends the caller's. Threads:
     any. */
@@ -630,10 +641,12 @@ MOELORA_API moelora_status moelora_request_set_queue(moelora_engine *engine, moe
 /** Higher runs first; initially 0. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_priority(moelora_engine *engine, moelora_request request,
                                                         int32_t priority, moelora_error *err);
-/** Ends the request this long after submit, whatever has been produced; 0 = none. since 0.1 */
+/** Ends the request this long after submit, whatever has been produced; 0 = none. With option `early_refusal` sooner,
+    if it waits and cannot end by then. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_deadline(moelora_engine *engine, moelora_request request,
                                                         uint64_t milliseconds, moelora_error *err);
-/** Keeps prefix caches of tenants apart: shared only among requests of equal salt. At most 256 bytes. since 0.1 */
+/** Keeps prefix caches of tenants apart: shared only among requests of equal salt (and adapter and scale, always). One
+    that nobody else has keeps a request from sharing at all. At most 256 bytes. since 0.1 */
 MOELORA_API moelora_status moelora_request_set_cache_salt(moelora_engine *engine, moelora_request request,
                                                           const char *salt, size_t salt_len, moelora_error *err);
 /** Hands the request to the engine; it cannot be changed afterwards. since 0.1.
@@ -792,6 +805,25 @@ typedef struct moelora_stats {
   uint64_t adapter_host_bytes;
   double active_experts;        /* mean a MoE layer and step, over all steps; 0 for dense models */
   double last_step_ms;
+  int64_t page_bytes_wasted;         /* of pages in use: what neither an adapter nor a position of KV can use */
+  int64_t kv_bytes_unfilled;         /* of pages in use: positions of blocks that no token has yet */
+  int64_t adapters_in_host_memory;   /* clones count once, as in the next */
+  int64_t adapters_on_disk_only;
+  uint64_t adapter_host_loads;       /* disk to host, after the first */
+  uint64_t adapter_host_evictions;
+  double adapter_read_ms;            /* of those loads: bringing their files to memory */
+  double adapter_pack_ms;            /* checking and packing */
+  double adapter_upload_ms;          /* of all copies to the device */
+  double steps_ms;              /* of all steps together */
+  int64_t adapters_loading;     /* on their way to the device */
+  uint64_t adapter_load_bytes;  /* that have arrived there */
+  uint64_t swaps;               /* of preemptions: the KV went to host memory */
+  uint64_t prefix_queries;      /* requests that started, again after preemption too; this and what follows: the */
+  uint64_t prefix_query_tokens; /* prefix cache. Tokens whose KV they needed */
+  uint64_t prefix_hit_tokens;   /* of them found: hit rate = hit / query */
+  uint64_t prefix_evictions;    /* blocks */
+  int64_t prefix_blocks;
+  int64_t pages_cached;         /* of pages_kv, held by no request or session: as good as free */
 } moelora_stats;
 #define moelora_stats_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -803,6 +835,11 @@ typedef struct moelora_adapter_stats {
   uint64_t output_tokens;
   uint64_t loads; /* to the device */
   uint64_t hits;  /* requests that found it there */
+  uint64_t prompt_tokens;
+  int32_t resident; /* 1: on the device */
+  int32_t running;  /* requests now */
+  int32_t waiting;
+  int32_t reserved2;
 } moelora_adapter_stats;
 #define moelora_adapter_stats_init(p) moelora_struct_init((p), sizeof *(p))
 
@@ -811,10 +848,18 @@ MOELORA_API moelora_status moelora_stats_get(moelora_engine *engine, moelora_sta
 /** since 0.1. Errors: none of its own. Ownership: caller owns stats. Threads: any. */
 MOELORA_API moelora_status moelora_adapter_stats_get(moelora_engine *engine, moelora_adapter adapter,
                                                      moelora_adapter_stats *stats, moelora_error *err);
-/** Everything above as Prometheus text (version 0.0.4), adapters by name; two-step, without a NUL. since 0.1.
+/** Everything above and histograms of times as Prometheus text (version 0.0.4); two-step, without a NUL. Adapters, by
+    name and handle, as many as the option metrics_adapters says, those with the most requests. since 0.1.
     Errors: MORE. Ownership: caller owns buf. Threads: any. */
 MOELORA_API moelora_status moelora_metrics_text(moelora_engine *engine, char *buf, size_t cap, size_t *n,
                                                 moelora_error *err);
+/** Writes the newest steps, uploads of adapters and requests, as many as the option timeline_events says, to a file as
+    JSON that Perfetto and chrome://tracing show: steps with rows, adapters, pages and queue. What left before it could
+    be written is counted in otherData.dropped_events. An existing file is overwritten. since 0.1.
+    Errors: E_INVALID if timeline_events is 0; E_IO naming the file. Ownership: -. Threads: any; blocks, while steps
+    go on. */
+MOELORA_API moelora_status moelora_timeline_write(moelora_engine *engine, const char *path, size_t path_len,
+                                                  moelora_error *err);
 
 #ifdef __cplusplus
 } /* extern "C" */

@@ -41,6 +41,7 @@ struct Kernels {
   void (*sample_tokens)(const SampleTokensArgs&, Stream&);
   void (*copy_pages)(const CopyPagesArgs&, Stream&);
   void (*write_pages)(const WritePagesArgs&, Stream&);
+  void (*read_pages)(const ReadPagesArgs&, Stream&);
   void (*fill_random)(const FillRandomArgs&, Stream&);
   void (*read_memory)(const ReadMemoryArgs&, Stream&);
   void (*lora_resolve)(const LoraResolveArgs&, Stream&);  // null where records are read in place

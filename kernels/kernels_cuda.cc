@@ -22,6 +22,7 @@ const Kernels& kernels_cuda() {
       .sample_tokens = sample_tokens_cuda,
       .copy_pages = copy_pages_cuda,
       .write_pages = write_pages_cuda,
+      .read_pages = read_pages_cuda,
       .fill_random = fill_random_cuda,
       .read_memory = read_memory_cuda,
       .lora_resolve = lora_resolve_cuda,

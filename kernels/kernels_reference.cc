@@ -23,6 +23,7 @@ const Kernels& kernels_reference() {
       .sample_tokens = sample_tokens_cpu,
       .copy_pages = copy_pages_cpu,
       .write_pages = write_pages_cpu,
+      .read_pages = read_pages_cpu,
       .fill_random = fill_random_cpu,
       .read_memory = read_memory_cpu,
       .lora_resolve = nullptr,

@@ -86,6 +86,15 @@ void launch_dependent(void (*kernel)(Parameters...), dim3 grid, unsigned block, 
   launch_dependent_clusters(kernel, grid, 0, block, shared, state, args...);
 }
 
+// How many percent of an SM's L1 shall be shared memory while `kernel` runs there. An SM changes that split only when
+// it is empty, so that neighbours on the stream overlap where their splits are the same, or where a change is not
+// needed.
+template <class... Parameters>
+void prefer_shared(void (*kernel)(Parameters...), int percent) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, percent),
+             "split of the L1 and shared memory");
+}
+
 // Whether the code of `kernel` that would run here has a body: it may be compiled for other architectures too, where it
 // is empty, hence without the shared memory that it declares.
 template <class Kernel>

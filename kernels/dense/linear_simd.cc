@@ -81,17 +81,28 @@ void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
 void add_lora(const LinearPlan& plan, int32_t part, int32_t n, int32_t outputs, int32_t first, int32_t count,
               float* sums) {
   const LoraBatch& lora = *plan.args->lora;
-  for (int32_t index = 0; index < lora.num_rows; ++index) {
-    const int32_t row = lora.sorted_rows[index];
-    if (row < first || row >= first + count) {
-      continue;
+  // One behind, so that what a row needs is on its way while the row before it is done.
+  LoraTarget target{};
+  int32_t target_index = 0;
+  for (int32_t index = 0; index <= lora.num_rows; ++index) {
+    LoraTarget next{};
+    if (index < lora.num_rows) {
+      const int32_t row = lora.sorted_rows[index];
+      if (row < first || row >= first + count) {
+        continue;
+      }
+      next = lora_target(*plan.args, part, row);
+      if (next.record == nullptr) {
+        continue;
+      }
+      prefetch_expand(lora.table, next.slot, *next.record, n, outputs);
     }
-    const LoraTarget target = lora_target(*plan.args, part, row);
-    if (target.record == nullptr) {
-      continue;
+    if (target.record != nullptr) {
+      expand_add(lora.table, target.slot, *target.record, target.scale, shrunk_row(plan, part, target_index), n,
+                 outputs, sums + (lora.sorted_rows[target_index] - first) * kTileOutputs);
     }
-    expand_add(lora.table, target.slot, *target.record, target.scale, shrunk_row(plan, part, index), n, outputs,
-               sums + (row - first) * kTileOutputs);
+    target = next;
+    target_index = index;
   }
 }
 

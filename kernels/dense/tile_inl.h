@@ -53,13 +53,13 @@ struct TileWeights {
 
 // Outputs of a tile, of each matrix: a multiple of 8, so that tiles meet the cores of LoRA's B. By classes as many as
 // registers are made for; else few enough that a widened tile stays in L2 beside its rows and that `total` outputs
-// make several tiles for every worker.
+// make several tiles for every worker, if there is more than one.
 inline int32_t tile_outputs(int32_t k, int32_t matrices, bool by_classes, int64_t total, int threads) {
   if (by_classes) {
     return kTileOutputs / matrices;
   }
   const int64_t fit = static_cast<int64_t>(kWidenedBytes / 2) / (padded_k(k) * 4 * matrices);
-  const int64_t share = total / (32 * threads);
+  const int64_t share = threads == 1 ? kTileOutputs : total / (32 * threads);
   return static_cast<int32_t>(std::clamp<int64_t>(std::min(fit, share) / 8 * 8, 8, kTileOutputs));
 }
 

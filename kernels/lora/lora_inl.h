@@ -41,8 +41,9 @@ HWY_INLINE void multiply_core(const std::byte* core, const float* values, FloatV
   }
 }
 
-// The eight sums of the rows of acc[8 x 8].
-HWY_INLINE void reduce_core(const FloatVec* acc, float* sums) {
+// The eight sums of the rows of acc[8 x 8], four at a time: give(first, vector of four).
+template <class Give>
+HWY_INLINE void reduce_core(const FloatVec* acc, const Give& give) {
   const FloatTag d;
   const hn::FixedTag<float, 4> d4;
   const hn::Repartition<uint64_t, decltype(d4)> d64;
@@ -58,8 +59,13 @@ HWY_INLINE void reduce_core(const FloatVec* acc, float* sums) {
     const auto ce = hn::Add(hn::InterleaveLower(d4, row[2], row[3]), hn::InterleaveUpper(d4, row[2], row[3]));
     const auto low = hn::InterleaveLower(d64, hn::BitCast(d64, ab), hn::BitCast(d64, ce));
     const auto high = hn::InterleaveUpper(d64, hn::BitCast(d64, ab), hn::BitCast(d64, ce));
-    hn::StoreU(hn::Add(hn::BitCast(d4, low), hn::BitCast(d4, high)), d4, sums + i);
+    give(i, hn::Add(hn::BitCast(d4, low), hn::BitCast(d4, high)));
   }
+}
+
+HWY_INLINE void reduce_core(const FloatVec* acc, float* sums) {
+  const hn::FixedTag<float, 4> d4;
+  reduce_core(acc, [&](int first, auto four) HWY_ATTR { hn::StoreU(four, d4, sums + first); });
 }
 
 template <Dtype kDtype>
@@ -96,12 +102,12 @@ HWY_INLINE void shrink_panel(const AdapterTable& table, int32_t slot, const Lora
   }
 }
 
+// acc[8 x 8] summed over its rows is (B shrunk)[n .. n + 7].
 template <Dtype kDtype>
 HWY_INLINE void expand_core(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t n,
-                            const float* shrunk, float* delta) {
+                            const float* shrunk, FloatVec* acc) {
   const FloatTag d;
-  FloatVec acc[kCoreVectors];
-  for (FloatVec& sum : acc) sum = hn::Zero(d);
+  for (int i = 0; i < kCoreVectors; ++i) acc[i] = hn::Zero(d);
   const int32_t panels = ceil_div(record.rank, kTileRanks);
   for (int32_t panel = 0; panel < panels; ++panel) {
     const int32_t tile = n / kTileColumns * panels + panel;
@@ -109,23 +115,47 @@ HWY_INLINE void expand_core(const AdapterTable& table, int32_t slot, const LoraR
     multiply_core<kDtype>(cores + n % kTileColumns / 8 * static_cast<int>(64 * dtype_bytes(kDtype)),
                           shrunk + panel * kTileRanks, acc);
   }
-  reduce_core(acc, delta);
+}
+
+// Asks for what expand_add will read first. Adapters of a batch are read once a step: without this each row waits for
+// memory, a few lines at a time.
+HWY_INLINE void prefetch_expand(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t n,
+                                int32_t count) {
+  constexpr int32_t kBytesMost = 2048;
+  const int32_t granules = tile_granules(static_cast<Dtype>(record.dtype));
+  const int32_t panels = ceil_div(record.rank, kTileRanks);
+  const int32_t core_bytes = granules * static_cast<int32_t>(kGranuleBytes) / (kTileColumns / 8);
+  const std::byte* cores = table.granule(slot, record.b + n / kTileColumns * panels * granules);
+  const int32_t bytes = panels == 1 ? ceil_div(count, 8) * core_bytes : panels * granules * int32_t{kGranuleBytes};
+  for (int32_t at = 0; at < std::min(bytes, kBytesMost); at += 64) {
+    __builtin_prefetch(cores + n % kTileColumns / 8 * core_bytes + at);
+  }
 }
 
 // sums[j] += scale * (B shrunk)[n + j], then += scale * lora_bias[n + j], for j < count; n a multiple of 8.
 HWY_INLINE void expand_add(const AdapterTable& table, int32_t slot, const LoraRecord& record, float scale,
                            const float* shrunk, int32_t n, int32_t count, float* sums) {
   constexpr int32_t kGranuleFloats = kGranuleBytes / sizeof(float);
+  const hn::FixedTag<float, 4> d4;
   const bool bf16 = record.dtype == static_cast<int32_t>(Dtype::kBf16);
   for (int32_t j = 0; j < count; j += 8) {
-    float delta[8];
+    FloatVec acc[kCoreVectors];
     if (bf16) {
-      expand_core<Dtype::kBf16>(table, slot, record, n + j, shrunk, delta);
+      expand_core<Dtype::kBf16>(table, slot, record, n + j, shrunk, acc);
     } else {
-      expand_core<Dtype::kF32>(table, slot, record, n + j, shrunk, delta);
+      expand_core<Dtype::kF32>(table, slot, record, n + j, shrunk, acc);
     }
     const int32_t width = count - j < 8 ? count - j : 8;
-    for (int32_t i = 0; i < width; ++i) sums[j + i] += scale * delta[i];
+    if (width == 8) {
+      reduce_core(acc, [&](int first, auto four) HWY_ATTR {
+        float* const to = sums + j + first;
+        hn::StoreU(hn::Add(hn::LoadU(d4, to), hn::Mul(hn::Set(d4, scale), four)), d4, to);
+      });
+    } else {
+      float delta[8];
+      reduce_core(acc, delta);
+      for (int32_t i = 0; i < width; ++i) sums[j + i] += scale * delta[i];
+    }
     if (record.bias >= 0) {
       const auto* bias =
           reinterpret_cast<const float*>(table.granule(slot, record.bias + (n + j) / kGranuleFloats));

@@ -24,4 +24,13 @@ void write_pages_cpu(const WritePagesArgs& args, Stream& stream) {
   });
 }
 
+void read_pages_cpu(const ReadPagesArgs& args, Stream& stream) {
+  const int64_t pages = (args.bytes + args.page_bytes - 1) / args.page_bytes;
+  stream.parallel_for(static_cast<size_t>(pages), [&](size_t i, int) {
+    const int64_t offset = static_cast<int64_t>(i) * args.page_bytes;
+    std::memcpy(args.target + offset, args.pool + args.pages[i] * args.page_bytes,
+                static_cast<size_t>(std::min(args.page_bytes, args.bytes - offset)));
+  });
+}
+
 }  // namespace moelora

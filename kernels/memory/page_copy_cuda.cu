@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Page copies on CUDA. copy_pages is one kernel for all pages: a block copies a run of CHUNK bytes of one page, each
-// thread with UNROLL 16-byte loads in flight before its stores. write_pages queues one copy for each run of pages that
-// are neighbours in the pool, since a copy call costs more than a page's time on the bus. Limited by memory, and by the
-// bus to the host.
+// thread with UNROLL 16-byte loads in flight before its stores. write_pages and read_pages queue one copy for each run
+// of pages that are neighbours in the pool, since a copy call costs more than a page's time on the bus. Limited by
+// memory, and by the bus to the host.
 #include <cstdint>
 
 #include "kernels/cuda/launch.cuh"
@@ -38,6 +38,21 @@ __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// copy(first page, offset of its bytes in the stream, bytes) for each run of pages that are neighbours in the pool.
+template <class Copy>
+void each_run(const int32_t* pages, int64_t bytes, int64_t page_bytes, const Copy& copy) {
+  const int64_t count = (bytes + page_bytes - 1) / page_bytes;
+  for (int64_t begin = 0; begin < count;) {
+    int64_t end = begin + 1;
+    while (end < count && pages[end] == pages[end - 1] + 1) {
+      ++end;
+    }
+    const int64_t offset = begin * page_bytes;
+    copy(int64_t{pages[begin]}, offset, (end * page_bytes < bytes ? end * page_bytes : bytes) - offset);
+    begin = end;
+  }
+}
+
 }  // namespace
 
 void copy_pages_cuda(const CopyPagesArgs& args, Stream& stream) {
@@ -55,22 +70,19 @@ void copy_pages_cuda(const CopyPagesArgs& args, Stream& stream) {
 }
 
 void write_pages_cuda(const WritePagesArgs& args, Stream& stream) {
-  if (args.bytes == 0) {
-    return;
-  }
-  const int64_t pages = (args.bytes + args.page_bytes - 1) / args.page_bytes;
-  for (int64_t begin = 0; begin < pages;) {
-    int64_t end = begin + 1;
-    while (end < pages && args.pages[end] == args.pages[end - 1] + 1) {
-      ++end;
-    }
-    const int64_t offset = begin * args.page_bytes;
-    const int64_t stop = end * args.page_bytes < args.bytes ? end * args.page_bytes : args.bytes;
-    check_cuda(cudaMemcpyAsync(args.pool + args.pages[begin] * args.page_bytes, args.source + offset,
-                               static_cast<size_t>(stop - offset), cudaMemcpyHostToDevice, cuda_stream(stream)),
+  each_run(args.pages, args.bytes, args.page_bytes, [&](int64_t page, int64_t offset, int64_t bytes) {
+    check_cuda(cudaMemcpyAsync(args.pool + page * args.page_bytes, args.source + offset, static_cast<size_t>(bytes),
+                               cudaMemcpyHostToDevice, cuda_stream(stream)),
                "write_pages");
-    begin = end;
-  }
+  });
+}
+
+void read_pages_cuda(const ReadPagesArgs& args, Stream& stream) {
+  each_run(args.pages, args.bytes, args.page_bytes, [&](int64_t page, int64_t offset, int64_t bytes) {
+    check_cuda(cudaMemcpyAsync(args.target + offset, args.pool + page * args.page_bytes, static_cast<size_t>(bytes),
+                               cudaMemcpyDeviceToHost, cuda_stream(stream)),
+               "read_pages");
+  });
 }
 
 }  // namespace moelora

@@ -8,6 +8,7 @@
 #include "kernels/moe/expert_decode.cuh"
 #include "kernels/moe/expert_delta.cuh"
 #include "kernels/moe/expert_expand.cuh"
+#include "kernels/moe/expert_few.cuh"
 #include "kernels/moe/expert_prefill.cuh"
 #include "kernels/moe/expert_prefill_sm90.cuh"
 #include "kernels/moe/expert_stream.cuh"
@@ -94,8 +95,8 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
 }
 
 template <bool GATE_UP, class Source, bool TILES>
-void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int64_t num_pairs,
-                        int num_experts, Stream& stream) {
+void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
+                        int64_t num_pairs, int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
   const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
@@ -117,6 +118,10 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
       launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
     }
   }
+  if (path == ExpertPath::kAuto &&
+      launch_expert_few<GATE_UP, TILES>(p, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
+    return;
+  }
   if constexpr (TILES) {
     const bool stream = path == ExpertPath::kFewTokens ||
                         (path == ExpertPath::kAuto && num_pairs >= int64_t{kStreamTokensPerExpert} * num_experts);
@@ -135,11 +140,12 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
 
 template <bool GATE_UP>
 void launch_expert_format(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertFormat format, ExpertPath path,
-                          int64_t num_pairs, int num_experts, Stream& stream) {
+                          int num_rows, int top_k, int num_experts, Stream& stream) {
+  const int64_t num_pairs = int64_t{num_rows} * top_k;
   if (format == ExpertFormat::kMxfp4Tiles) {
-    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, shrink, path, num_pairs, num_experts, stream);
+    launch_expert_gemm<GATE_UP, TilesSource<GATE_UP>, true>(p, shrink, path, num_rows, num_pairs, num_experts, stream);
   } else {
-    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, shrink, path, num_pairs, num_experts, stream);
+    launch_expert_gemm<GATE_UP, RowsSource<GATE_UP>, false>(p, shrink, path, num_rows, num_pairs, num_experts, stream);
   }
 }
 

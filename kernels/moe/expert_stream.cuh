@@ -8,9 +8,11 @@
 // in the batch. Limited by the latency of four warps a scheduler, about 95 instructions a row tile and block each.
 // Tried (gate_up of gpt-oss shape, 64 rows, 21 experts; this 96 us, expert_decode.cuh 104): the products by wgmma,
 // weights in registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row
-// tiles, whatever the experts' tokens, 133 us. Fewer tokens an expert are faster by expert_decode.cuh (8 rows: 43 us
-// against 47), which cuts k. Tried for moe_down: weights asked for before the wait for moe_gate_up, by the routing that
-// was complete when that began: base rows of small models were wrong at times; why was not found out.
+// tiles, whatever the experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in
+// expert_few.cuh (16 warps; a step of six layers 1,757 us, this 1,721; with 8 adapters 2,427, this 2,437). Fewer tokens
+// an expert are faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked
+// for before the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were
+// wrong at times; why was not found out.
 #pragma once
 
 #include <algorithm>

@@ -25,8 +25,7 @@ void moe_down_cuda_by(ExpertPath path, const MoeDownArgs& args, Stream& stream) 
   ExpertGemm p;
   const ExpertShrinkArgs shrink = begin_expert_gemm(p, args, args.act, true, args.out, args.down, args.down);
   p.row_tiles = (args.down.rows + 15) / 16;
-  launch_expert_format<false>(p, shrink, args.down.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
-                              stream);
+  launch_expert_format<false>(p, shrink, args.down.format, path, args.num_rows, args.top_k, args.num_experts, stream);
   check_launch("moe_down");
 }
 

@@ -32,8 +32,7 @@ void moe_gate_up_cuda_by(ExpertPath path, const MoeGateUpArgs& args, Stream& str
   p.row_tiles = (args.gate.rows + 7) / 8;
   p.activation = args.activation;
   p.limit = args.limit;
-  launch_expert_format<true>(p, shrink, args.gate.format, path, int64_t{args.num_rows} * args.top_k, args.num_experts,
-                             stream);
+  launch_expert_format<true>(p, shrink, args.gate.format, path, args.num_rows, args.top_k, args.num_experts, stream);
   check_launch("moe_gate_up");
 }
 

@@ -2,13 +2,15 @@
 #include "runtime/adapter/adapter_cache.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "kernels/base/error.h"
+#include "runtime/adapter/reload_cost.h"
 
 namespace moelora {
 
 AdapterCache::AdapterCache(const AdapterCacheLimits& limits, PagePool& pool, const Kernels& kernels, Device& device,
-                           std::function<void()> on_upload)
+                           std::function<void()> on_load)
     : pool_(pool),
       num_layers_(limits.num_layers),
       num_experts_(limits.num_experts),
@@ -16,9 +18,10 @@ AdapterCache::AdapterCache(const AdapterCacheLimits& limits, PagePool& pool, con
       slots_(static_cast<size_t>(limits.num_resident_max) + 1),
       device_(device),
       kernels_(kernels),
-      uploader_(pool, device, kernels, std::move(on_upload), limits.upload_bytes_per_second) {
+      host_(limits.host_bytes_max, limits.config, on_load, limits.upload_bytes_per_second),
+      uploader_(pool, device, kernels, on_load, limits.upload_bytes_per_second) {
   // A row as wide as the pool serves every adapter that fits at all; beyond 16 M entries the widest adapter is
-  // bounded instead (register_adapter checks).
+  // bounded instead (`add` checks).
   const int64_t entries_max = int64_t{16} << 20;
   pages_per_slot_ = static_cast<int32_t>(
       std::min<int64_t>(pages_per_slot_, std::max<int64_t>(1, entries_max / static_cast<int64_t>(slots_.size()))));
@@ -31,144 +34,90 @@ AdapterCache::AdapterCache(const AdapterCacheLimits& limits, PagePool& pool, con
                              "records of adapters (max_adapters_resident)");
   }
   unpublished_.reserve(slots_.size());
+  free_slots_.reserve(slots_.size());
+  for (auto slot = static_cast<int32_t>(slots_.size()); --slot > 0;) {
+    free_slots_.push_back(slot);
+  }
 }
 
 AdapterCache::~AdapterCache() {
-  stop_uploads();
+  stop_loading();
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     pool_.release(page_row(static_cast<int32_t>(slot)), slots_[slot].num_pages);
   }
 }
 
-void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
-  const int32_t pages = pages_of(*adapter->image);
-  if (pages > pages_per_slot_) {
-    throw Error(Status::kDeviceNomem, "adapter '" + adapter->name + "' needs " + std::to_string(pages) +
-                                          " pages; an adapter can have at most " + std::to_string(pages_per_slot_) +
-                                          " (raise device_memory_bytes or lower max_adapters_resident)");
-  }
-  if (!is_registered(adapter->image.get())) {
-    host_bytes_ += adapter->image->stream.size();
-  }
-  const int32_t slot = find_slot(adapter->image.get());  // a clone's image may be there
-  adapter->slot.store(slots_[static_cast<size_t>(slot)].is_loading ? 0 : slot);
-  for (const auto& other : adapters_) {
-    if (other->image == adapter->image) {
-      adapter->upload_ms.store(other->upload_ms.load());
-    }
-  }
-  adapters_.push_back(adapter);
-  names_[adapter->name] = adapter;
+void AdapterCache::stop_loading() {
+  uploader_.stop();
+  host_.stop();
 }
 
-void AdapterCache::remove(const Adapter& adapter) {
-  const auto named = names_.find(adapter.name);
-  if (named != names_.end() && named->second.get() == &adapter) {
-    names_.erase(named);
-  }
-  const AdapterImage* image = adapter.image.get();
-  const auto at =
-      std::find_if(adapters_.begin(), adapters_.end(), [&](const auto& held) { return held.get() == &adapter; });
-  if (at == adapters_.end()) {
-    return;
-  }
-  if (adapter.in_flight.load() > 0) {
-    leaving_.push_back(*at);
-  }
-  adapters_.erase(at);
-  if (!is_registered(image)) {
-    host_bytes_ -= image->stream.size();
-  }
-}
-
-std::shared_ptr<Adapter> AdapterCache::find(const std::string& name) const {
-  const auto found = names_.find(name);
-  return found == names_.end() ? nullptr : found->second;
-}
-
-std::vector<std::shared_ptr<Adapter>> AdapterCache::list() const {
-  return adapters_;
-}
-
-int32_t AdapterCache::pages_of(const AdapterImage& image) const {
-  const auto bytes = static_cast<int64_t>(image.stream.size());
+int32_t AdapterCache::pages_of(const AdapterFacts& image) const {
+  const auto bytes = static_cast<int64_t>(image.stream_bytes);
   return static_cast<int32_t>((bytes + pool_.page_bytes() - 1) / pool_.page_bytes());
 }
 
-int32_t AdapterCache::find_slot(const AdapterImage* image) const {
-  for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    if (slots_[slot].image.get() == image) {
-      return static_cast<int32_t>(slot);
-    }
+bool AdapterCache::is_pinned(const TieredImage& image) {
+  return std::any_of(image.adapters.begin(), image.adapters.end(),
+                     [](const Adapter* adapter) { return adapter->pins.load() > 0; });
+}
+
+void AdapterCache::note_slot(const TieredImage& image, int32_t slot) {
+  for (Adapter* adapter : image.adapters) {
+    adapter->slot.store(slot);
   }
-  return 0;
 }
 
-bool AdapterCache::is_pinned(const AdapterImage* image) const {
-  return std::any_of(adapters_.begin(), adapters_.end(),
-                     [&](const auto& adapter) { return adapter->image.get() == image && adapter->pins.load() > 0; });
-}
-
-bool AdapterCache::is_registered(const AdapterImage* image) const {
-  return std::any_of(adapters_.begin(), adapters_.end(),
-                     [&](const auto& adapter) { return adapter->image.get() == image; });
-}
-
-bool AdapterCache::is_held(const AdapterImage* image) const {
-  return is_registered(image) || std::any_of(leaving_.begin(), leaving_.end(), [&](const auto& adapter) {
-           return adapter->image.get() == image && adapter->in_flight.load() > 0;
-         });
-}
-
-void AdapterCache::note_slot(const AdapterImage* image, int32_t slot) {
-  for (const auto& adapter : adapters_) {
-    if (adapter->image.get() == image) {
-      adapter->slot.store(slot);
-    }
-  }
+void AdapterCache::note_use(Slot& slot) {
+  slot.last_used = ++clock_;
+  slot.level = level_;
 }
 
 Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
-  int32_t slot = find_slot(adapter.image.get());
-  if (slot > 0) {
-    return slots_[static_cast<size_t>(slot)].is_loading ? Residency::kLoading : Residency::kResident;
+  const std::shared_ptr<TieredImage>& image = adapter.image;
+  if (image->slot > 0) {
+    return slot_of(adapter).is_loading ? Residency::kLoading : Residency::kResident;
   }
-  if (uploader_.is_full()) {
+  if (uploader_.is_full() || !host_.fetch(image, evict)) {
     return Residency::kLoading;
   }
-  slot = find_slot(nullptr);
-  while (slot == 0 && evict_idle(evict)) {
-    slot = find_slot(nullptr);
+  while (free_slots_.empty() && evict_idle(evict)) {
   }
-  const int32_t count = pages_of(*adapter.image);
-  if (slot == 0 || pool_.num_free() - count < pages_beside ||
-      !pool_.try_reserve(PageUse::kAdapter, page_row(slot), count)) {
+  const int32_t count = pages_of(*image);
+  if (free_slots_.empty() || pool_.num_free() - count < pages_beside ||
+      !pool_.try_reserve(PageUse::kAdapter, page_row(free_slots_.back()), count)) {
     return Residency::kShort;
   }
+  const int32_t slot = free_slots_.back();
+  free_slots_.pop_back();
   Slot& entry = slots_[static_cast<size_t>(slot)];
-  entry.image = adapter.image;
+  entry.image = image;
   entry.num_pages = count;
   entry.users = 0;
   entry.is_loading = true;
-  entry.is_given_up = entry.is_wanted = false;
-  entry.last_used = ++clock_;
+  entry.is_given_up = false;
+  entry.wanted_epoch = 0;
+  note_use(entry);
+  image->slot = slot;
+  stream_bytes_ += static_cast<int64_t>(image->stream_bytes);
   ++num_loads_;
   ++adapter.loads;
-  uploader_.add(slot, adapter.image, page_row(slot));
+  host_.begin_upload(*image);
+  uploader_.add(slot, image->host, page_row(slot), &image->bytes_uploaded);
   return Residency::kLoading;
 }
 
 int32_t AdapterCache::acquire(Adapter& adapter) {
-  const int32_t slot = find_slot(adapter.image.get());
-  Slot& entry = slots_[static_cast<size_t>(slot)];
-  MOELORA_ASSERT(slot > 0 && !entry.is_loading);
+  Slot& entry = slot_of(adapter);
+  MOELORA_ASSERT(adapter.image->slot > 0 && !entry.is_loading);
   ++entry.users;
-  entry.last_used = ++clock_;
-  return slot;
+  note_use(entry);
+  host_.note_use(*adapter.image);
+  return adapter.image->slot;
 }
 
 void AdapterCache::note_start(Adapter& adapter, bool is_first) {
-  Slot& entry = slots_[static_cast<size_t>(find_slot(adapter.image.get()))];
+  Slot& entry = slot_of(adapter);
   if (is_first && !entry.is_fresh) {
     ++num_hits_;
     ++adapter.hits;
@@ -177,85 +126,88 @@ void AdapterCache::note_start(Adapter& adapter, bool is_first) {
 }
 
 bool AdapterCache::can_place(const Adapter& adapter) const {
-  return std::any_of(slots_.begin() + 1, slots_.end(), [&](const Slot& slot) {
-    return slot.image == nullptr || slot.image == adapter.image || !is_pinned(slot.image.get());
-  });
+  return adapter.image->slot > 0 || !free_slots_.empty() ||
+         std::any_of(slots_.begin() + 1, slots_.end(), [](const Slot& slot) { return !is_pinned(*slot.image); });
 }
 
 void AdapterCache::release(int32_t slot) {
   Slot& entry = slots_[static_cast<size_t>(slot)];
   MOELORA_ASSERT(slot > 0 && entry.users > 0);
   --entry.users;
-  entry.last_used = ++clock_;
+  note_use(entry);
 }
 
 void AdapterCache::free_slot(int32_t slot) {
   Slot& entry = slots_[static_cast<size_t>(slot)];
   MOELORA_ASSERT(entry.users == 0 && !entry.is_loading);
-  note_slot(entry.image.get(), 0);
+  --num_resident_;
+  entry.image->slot = 0;
+  note_slot(*entry.image, 0);
   std::erase(unpublished_, slot);
   pool_.release(page_row(slot), entry.num_pages);
+  stream_bytes_ -= static_cast<int64_t>(entry.image->stream_bytes);
   entry.num_pages = 0;
   entry.image.reset();
-}
-
-void AdapterCache::forget_wanted() {
-  for (Slot& slot : slots_) {
-    slot.is_wanted = false;
-  }
+  free_slots_.push_back(slot);
 }
 
 bool AdapterCache::mark_wanted(const Adapter& adapter) {
-  const int32_t slot = find_slot(adapter.image.get());
-  slots_[static_cast<size_t>(slot)].is_wanted = true;
-  return slot > 0;
+  if (adapter.image->slot > 0) {
+    slot_of(adapter).wanted_epoch = wanted_epoch_;
+  }
+  return adapter.image->slot > 0 || adapter.image->is_reading;
 }
 
 bool AdapterCache::may_leave(const Slot& slot, Evict evict) const {
-  return slot.image != nullptr && slot.users == 0 && !slot.is_loading && (evict == Evict::kAny || !slot.is_wanted) &&
-         !is_pinned(slot.image.get());
+  return slot.image != nullptr && slot.users == 0 && !slot.is_loading && (evict == Evict::kAny || !is_wanted(slot)) &&
+         !is_pinned(*slot.image);
 }
 
-int32_t AdapterCache::num_unwanted_pages() const {
+int32_t AdapterCache::num_idle_pages(Evict evict) const {
   int32_t pages = 0;
   for (const Slot& slot : slots_) {
-    pages += may_leave(slot, Evict::kUnwanted) ? slot.num_pages : 0;
+    pages += may_leave(slot, evict) ? slot.num_pages : 0;
   }
   return pages;
 }
 
-bool AdapterCache::evict_idle(Evict evict) {
-  int32_t oldest = 0;
-  const auto leaves_before = [](const Slot& a, const Slot& b) {
-    return a.is_wanted != b.is_wanted ? b.is_wanted : a.last_used < b.last_used;
-  };
-  for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    if ((oldest == 0 || leaves_before(slots_[slot], slots_[static_cast<size_t>(oldest)])) &&
-        may_leave(slots_[slot], evict)) {
-      oldest = static_cast<int32_t>(slot);
-    }
-  }
-  if (oldest == 0) {
-    return false;
-  }
-  free_slot(oldest);
-  ++num_evictions_;
-  return true;
+double AdapterCache::value(const Slot& slot) const {
+  const double cost = upload_cost(*slot.image) + (slot.image->host == nullptr ? read_cost(*slot.image) : 0);
+  return slot.level + cost / (static_cast<double>(slot.num_pages) * static_cast<double>(pool_.page_bytes()));
 }
 
-void AdapterCache::collect() {
-  std::erase_if(leaving_, [](const auto& adapter) { return adapter->in_flight.load() == 0; });
-  for (size_t slot = 1; slot < slots_.size(); ++slot) {
-    const Slot& entry = slots_[slot];
-    if (entry.image == nullptr || entry.users > 0 || is_held(entry.image.get())) {
+// The slot of the image that evict_idle frees, 0 if there is none.
+int32_t AdapterCache::find_idle(Evict evict) const {
+  int32_t best = 0;
+  std::tuple<bool, double, uint64_t> best_key;
+  for (size_t i = 1; i < slots_.size(); ++i) {
+    const Slot& slot = slots_[i];
+    if (!may_leave(slot, evict)) {
       continue;
     }
-    if (entry.is_loading) {
-      give_up(static_cast<int32_t>(slot));
-    } else {
-      free_slot(static_cast<int32_t>(slot));
+    const std::tuple<bool, double, uint64_t> key{is_wanted(slot), value(slot), slot.last_used};
+    if (best == 0 || key < best_key) {
+      best = static_cast<int32_t>(i);
+      best_key = key;
     }
   }
+  return best;
+}
+
+std::optional<uint64_t> AdapterCache::idle_since(Evict evict) const {
+  const int32_t slot = find_idle(evict);
+  return slot == 0 ? std::nullopt : std::optional(slots_[static_cast<size_t>(slot)].last_used);
+}
+
+bool AdapterCache::evict_idle(Evict evict) {
+  const int32_t slot = find_idle(evict);
+  if (slot == 0) {
+    return false;
+  }
+  level_ = std::max(level_, value(slots_[static_cast<size_t>(slot)]));
+  free_slot(slot);
+  ++num_evictions_;
+  return true;
 }
 
 void AdapterCache::give_up(int32_t slot) {
@@ -280,26 +232,35 @@ bool AdapterCache::give_up_newest_upload() {
   return newest > 0;
 }
 
-void AdapterCache::poll(std::vector<FailedUpload>& failed) {
+void AdapterCache::poll(std::vector<FailedLoad>& failed) {
+  host_.poll(failed);
   for (Upload upload; uploader_.take(&upload);) {
     Slot& entry = slots_[static_cast<size_t>(upload.slot)];
+    const std::shared_ptr<TieredImage> image = entry.image;
     entry.is_loading = false;
     entry.is_fresh = true;
-    entry.last_used = ++clock_;
+    ++num_resident_;
+    note_use(entry);
+    host_.end_upload(*image);
     if (upload.status != Status::kOk && upload.status != Status::kCancelled) {
-      failed.push_back({upload.image, upload.status, upload.message});
+      failed.push_back({image, upload.status, upload.message});
     }
-    if (upload.status != Status::kOk || !is_held(upload.image.get())) {
+    if (upload.status != Status::kOk || !image->is_held()) {
       free_slot(upload.slot);
       continue;
     }
-    for (const auto& adapter : adapters_) {
-      if (adapter->image == upload.image) {
-        adapter->upload_ms.store(upload.ms);
-      }
+    upload_ms_ += upload.ms;
+    for (Adapter* adapter : image->adapters) {
+      adapter->upload_ms.store(upload.ms);
+    }
+    if (told_ && !image->adapters.empty()) {
+      told_(*image->adapters.front(), upload.ms);
     }
     unpublished_.push_back(upload.slot);
-    note_slot(upload.image.get(), upload.slot);
+    note_slot(*image, upload.slot);
+  }
+  if (!unregistered_.empty()) {
+    collect();
   }
 }
 
@@ -330,27 +291,42 @@ AdapterTable AdapterCache::table() const {
   return table;
 }
 
-int32_t AdapterCache::num_resident() const {
-  return static_cast<int32_t>(std::count_if(
-      slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.image != nullptr && !slot.is_loading; }));
-}
-
 void AdapterCache::audit() const {
   int32_t pages = 0;
+  int64_t bytes = 0;
+  size_t placed = 0;
+  int32_t resident = 0;
   for (size_t slot = 1; slot < slots_.size(); ++slot) {
     const Slot& entry = slots_[slot];
     MOELORA_ASSERT(entry.users == 0 || (entry.image != nullptr && !entry.is_loading));
     if (entry.image == nullptr) {
       continue;
     }
-    MOELORA_ASSERT(entry.num_pages == pages_of(*entry.image));
+    MOELORA_ASSERT(entry.num_pages == pages_of(*entry.image) && entry.image->slot == static_cast<int32_t>(slot));
+    MOELORA_ASSERT(entry.is_loading == entry.image->is_copied_from);
     const PageId* row = page_row(static_cast<int32_t>(slot));
     for (int32_t i = 0; i < entry.num_pages; ++i) {
       MOELORA_ASSERT(pool_.leases(row[i]) == 1);
     }
     pages += entry.num_pages;
+    bytes += static_cast<int64_t>(entry.image->stream_bytes);
+    resident += entry.is_loading ? 0 : 1;
+    ++placed;
   }
-  MOELORA_ASSERT(pages == pool_.num_used(PageUse::kAdapter));
+  MOELORA_ASSERT(pages == pool_.num_used(PageUse::kAdapter) && bytes == stream_bytes_ && resident == num_resident_);
+  MOELORA_ASSERT(placed + free_slots_.size() + 1 == slots_.size());
+  host_.audit();
+  size_t registered = 0;
+  size_t leaving = 0;
+  for (const auto& image : host_.images()) {
+    registered += image->adapters.size();
+    leaving += static_cast<size_t>(image->num_leaving);
+    placed -= image->slot > 0 ? 1 : 0;
+    for (const Adapter* adapter : image->adapters) {
+      MOELORA_ASSERT(adapters_.contains(adapter) && adapter->image == image);
+    }
+  }
+  MOELORA_ASSERT(registered == adapters_.size() && leaving == leaving_.size() && placed == 0);
 }
 
 }  // namespace moelora

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// An adapter checked and packed once: the byte stream of kernels/lora/adapter_layout.h in host memory, and what
-// there is to say about it. Immutable after load; shared by every handle and request that uses it.
+// An adapter checked and packed: the byte stream of kernels/lora/adapter_layout.h in host memory, and what there is to
+// say about it. Immutable after load.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <memory_resource>
 #include <string>
 #include <vector>
 
@@ -17,27 +16,6 @@
 
 namespace moelora {
 
-struct AdapterImage {
-  std::pmr::vector<std::byte> stream{host_memory()};  // whole granules
-  int32_t max_rank = 0;                               // largest rank of any module
-  float alpha = 0.0f;                                 // lora_alpha of the config
-  int32_t rank = 0;                                   // r of the config
-  uint32_t modules = 0;                               // bit i: LoraModule i; bit 16 + i: ExpertModule i
-  int32_t num_layers = 0;                             // layers with any pair
-  int32_t num_experts = 0;                            // most experts adapted in any layer
-  int32_t num_tensors = 0;                            // of the file, all used
-  int32_t num_tensors_unmatched = 0;                  // lenient load only
-  std::string dtype;                                  // "BF16", "F32", "F16", "mixed": as stored
-  // Bytes of the matrices in the stream, over all layers: of dense modules, and of experts.
-  uint64_t dense_matrix_bytes = 0;
-  uint64_t expert_matrix_bytes = 0;
-  uint64_t file_bytes = 0;
-  uint64_t fingerprint = 0;  // of config and weights bytes
-  double read_ms = 0;        // opening the files and bringing all their bytes to memory; 0 of a random one
-  double pack_ms = 0;        // checking them and making the stream
-  std::vector<std::string> warnings;
-};
-
 enum class ExpertOrientation : uint8_t { kAuto, kNatural, kReversed };
 enum class ExpertBLayout : uint8_t { kAuto, kRankMajor, kGroupedByExpert };
 
@@ -47,13 +25,47 @@ struct AdapterLoadOptions {
   Compute compute = Compute::kExact;
   ExpertOrientation orientation = ExpertOrientation::kAuto;
   ExpertBLayout b_layout = ExpertBLayout::kAuto;
+  int32_t num_threads = 1;  // that read and pack; the stream does not depend on it
+};
+
+// What there is to say about an image without its bytes.
+struct AdapterFacts {
+  uint64_t stream_bytes = 0;          // whole granules
+  int32_t max_rank = 0;               // largest rank of any module
+  float alpha = 0.0f;                 // lora_alpha of the config
+  int32_t rank = 0;                   // r of the config
+  uint32_t modules = 0;               // bit i: LoraModule i; bit 16 + i: ExpertModule i
+  int32_t num_layers = 0;             // layers with any pair
+  int32_t num_experts = 0;            // most experts adapted in any layer
+  int32_t num_tensors = 0;            // of the file, all used
+  int32_t num_tensors_unmatched = 0;  // lenient load only
+  std::string dtype;                  // "BF16", "F32", "F16", "mixed": as stored
+  // Bytes of the matrices in the stream, over all layers: of dense modules, and of experts.
+  uint64_t dense_matrix_bytes = 0;
+  uint64_t expert_matrix_bytes = 0;
+  uint64_t file_bytes = 0;
+  uint64_t config_fingerprint = 0;  // of config bytes
+  uint64_t fingerprint = 0;         // of config and weights bytes
+  double read_ms = 0;               // opening the files and bringing all their bytes to memory; 0 of a random one
+  double pack_ms = 0;               // checking them and making the stream
+  // Where it can be read again, and how. Empty: made from memory, or random.
+  std::string dir;  // absolute
+  AdapterLoadOptions options;
+};
+
+struct AdapterImage : AdapterFacts {
+  HostBytes stream;
+  std::vector<std::string> warnings;
 };
 
 // PEFT folder: adapter_config.json + adapter_model.safetensors. Throws Error naming file, tensor or key:
 // kIo, kCorrupt, kUnsupported (peft_type, DoRA, ... of formats.md B2/B9), kAdapterMismatch (shape, rank, base,
-// unknown tensor).
+// unknown tensor). Each file is opened once, read whole and never mapped, so that a host may overwrite it at any time;
+// one that changes while it is read is refused with kIo.
 std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
                                                      const AdapterLoadOptions& options);
+// The folder that `facts` are of, once more. kIo naming the file if its contents are others now.
+std::shared_ptr<const AdapterImage> reload_adapter(const AdapterFacts& facts, const ModelConfig& config);
 std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
                                                         size_t weights_bytes, const ModelConfig& config,
                                                         const AdapterLoadOptions& options);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // PEFT adapters from a folder or from memory to an AdapterImage: config, pairs, records, stream, in that order. Each
-// file is opened once, so that what was checked is what is packed.
+// file is opened once and read into memory, so that what was checked is what is packed.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -8,10 +8,12 @@
 #include <set>
 
 #include "kernels/base/error.h"
+#include "kernels/base/stream.h"
 #include "runtime/adapter/adapter_experts.h"
 #include "runtime/adapter/adapter_image.h"
 #include "runtime/adapter/adapter_packer.h"
 #include "runtime/adapter/adapter_pairs.h"
+#include "runtime/io/file_bytes.h"
 #include "runtime/io/json.h"
 #include "runtime/io/safetensors.h"
 
@@ -19,6 +21,7 @@ namespace moelora {
 namespace {
 
 constexpr size_t kConfigBytesMax = size_t{16} << 20;
+constexpr size_t kHashedBytes = size_t{4} << 20;
 
 using Clock = std::chrono::steady_clock;
 
@@ -55,6 +58,16 @@ uint64_t hash_bytes(const std::byte* data, size_t bytes, uint64_t seed) {
   }
   add(tail);
   return mix(mix(mix(mix(bytes, a), b), c), d);
+}
+
+// Of slices, each by itself, so that several threads can do it.
+uint64_t hash_slices(const std::byte* data, size_t bytes, uint64_t seed, Stream& workers) {
+  std::vector<uint64_t> hashes(1 + bytes / kHashedBytes);
+  workers.parallel_for(hashes.size(), [&](size_t slice, int) {
+    const size_t at = slice * kHashedBytes;
+    hashes[slice] = hash_bytes(data + at, std::min(kHashedBytes, bytes - at), seed);
+  });
+  return hash_bytes(reinterpret_cast<const std::byte*>(hashes.data()), hashes.size() * sizeof(uint64_t), seed);
 }
 
 std::string stored_dtype(const std::vector<AdapterPair>& pairs) {
@@ -138,15 +151,41 @@ void refuse_saved_modules(const LoadContext& context) {
   }
 }
 
-std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, const std::string& config_source,
-                                                const SafetensorsFile& file, const ModelConfig& model,
-                                                const AdapterLoadOptions& options, Clock::time_point start) {
+// The two files of an adapter in memory.
+struct AdapterFiles {
+  const std::string& config_json;
+  std::string config_source;
+  const std::byte* weights = nullptr;
+  size_t weights_bytes = 0;
+  std::string weights_source;
+};
+
+void check_contents(const AdapterFacts& facts, const AdapterFacts& expected, const AdapterFiles& files) {
+  if (facts.fingerprint != expected.fingerprint) {
+    const bool same_config = facts.config_fingerprint == expected.config_fingerprint;
+    throw Error{Status::kIo, (same_config ? files.weights_source : files.config_source) +
+                                 ": its contents changed since the adapter was loaded; unload it and load it again"};
+  }
+}
+
+// `expected`, if not null, has the fingerprint that the files must have.
+std::shared_ptr<AdapterImage> build_image(const AdapterFiles& files, const ModelConfig& model,
+                                          const AdapterLoadOptions& options, const AdapterFacts* expected,
+                                          Stream& workers, Clock::time_point start) {
   auto image = std::make_shared<AdapterImage>();
-  image->read_ms = ms_since(start);  // the files are open
-  const AdapterConfig config = parse_adapter_config(config_json, config_source);
+  // First of all: the hash reads all in order, so that the times of reading and packing can be told apart.
+  image->config_fingerprint =
+      hash_bytes(reinterpret_cast<const std::byte*>(files.config_json.data()), files.config_json.size(), 0);
+  image->fingerprint = hash_slices(files.weights, files.weights_bytes, image->config_fingerprint, workers);
+  image->read_ms = ms_since(start);
+  if (expected != nullptr) {
+    check_contents(*image, *expected, files);
+  }
+  const auto file = SafetensorsFile::from_memory(files.weights, files.weights_bytes, files.weights_source);
+  const AdapterConfig config = parse_adapter_config(files.config_json, files.config_source);
   image->warnings = config.warnings;
-  const LoadContext context{model, config, options, file.path(), image->warnings};
-  const AdapterPairs found = collect_pairs(file, context);
+  const LoadContext context{model, config, options, file->path(), image->warnings};
+  const AdapterPairs found = collect_pairs(*file, context);
   refuse_saved_modules(context);
   std::vector<AdapterRecord> records;
   for (const AdapterPair& pair : found.pairs) {
@@ -156,46 +195,60 @@ std::shared_ptr<const AdapterImage> build_image(const std::string& config_json, 
   }
   append_expert_records(found.pairs, context, records);
   warn_unused_targets(found.pairs, context);
-  // Before packing: the hash reads all in order, so that the times of reading and packing can be told apart.
-  const auto reading = Clock::now();
-  const auto* text = reinterpret_cast<const std::byte*>(config_json.data());
-  image->fingerprint = hash_bytes(file.data(), file.bytes(), hash_bytes(text, config_json.size(), 0));
-  image->read_ms += ms_since(reading);
-  image->stream = pack_adapter(model, records, file.path());
+  image->stream = pack_adapter(model, records, file->path(), workers);
+  image->stream_bytes = image->stream.size();
   describe(records, *image);
   image->alpha = static_cast<float>(config.alpha);
   image->rank = config.rank;
   image->num_tensors = found.num_tensors - found.num_unmatched;
   image->num_tensors_unmatched = found.num_unmatched;
   image->dtype = stored_dtype(found.pairs);
-  image->file_bytes = file.bytes();
+  image->file_bytes = file->bytes();
+  image->options = options;
   image->pack_ms = ms_since(start) - image->read_ms;
   return image;
+}
+
+std::shared_ptr<AdapterImage> load_folder(const std::string& dir, const ModelConfig& config,
+                                          const AdapterLoadOptions& options, const AdapterFacts* expected) {
+  const auto start = Clock::now();
+  Stream workers(std::max(1, options.num_threads), 0);
+  const std::string config_path = dir + "/adapter_config.json";
+  const std::string weights_path = dir + "/adapter_model.safetensors";
+  const std::string config_json = read_text(config_path, kConfigBytesMax);
+  const FileStamp config_stamp = stamp_of(config_path);
+  std::error_code fault;
+  const std::string pickle_path = dir + "/adapter_model.bin";
+  if (!std::filesystem::exists(weights_path, fault) && std::filesystem::exists(pickle_path, fault)) {
+    throw Error{Status::kUnsupported, pickle_path + ": a pickle file is not read; save the adapter as safetensors"};
+  }
+  const FileBytes weights(weights_path, workers);
+  check_unchanged(config_path, config_stamp);  // one of before with weights of after would be neither
+  return build_image({config_json, config_path, weights.data(), weights.bytes(), weights_path}, config, options,
+                     expected, workers, start);
 }
 
 }  // namespace
 
 std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
                                                      const AdapterLoadOptions& options) {
-  const auto start = Clock::now();
-  const std::string config_path = dir + "/adapter_config.json";
-  const std::string weights_path = dir + "/adapter_model.safetensors";
-  const std::string config_json = read_text(config_path, kConfigBytesMax);
-  std::error_code fault;
-  const std::string pickle_path = dir + "/adapter_model.bin";
-  if (!std::filesystem::exists(weights_path, fault) && std::filesystem::exists(pickle_path, fault)) {
-    throw Error{Status::kUnsupported, pickle_path + ": a pickle file is not read; save the adapter as safetensors"};
-  }
-  const auto file = SafetensorsFile::open(weights_path);
-  return build_image(config_json, config_path, *file, config, options, start);
+  const auto image = load_folder(dir, config, options, nullptr);
+  image->dir = std::filesystem::absolute(dir).string();  // the host may change its working directory
+  return image;
+}
+
+std::shared_ptr<const AdapterImage> reload_adapter(const AdapterFacts& facts, const ModelConfig& config) {
+  MOELORA_ASSERT(!facts.dir.empty());
+  return load_folder(facts.dir, config, facts.options, &facts);
 }
 
 std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
                                                         size_t weights_bytes, const ModelConfig& config,
                                                         const AdapterLoadOptions& options) {
   const auto start = Clock::now();
-  const auto file = SafetensorsFile::from_memory(weights, weights_bytes, "adapter_model.safetensors");
-  return build_image(config_json, "adapter_config.json", *file, config, options, start);
+  Stream workers(std::max(1, options.num_threads), 0);
+  return build_image({config_json, "adapter_config.json", weights, weights_bytes, "adapter_model.safetensors"}, config,
+                     options, nullptr, workers, start);
 }
 
 std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, int32_t rank, bool attention,
@@ -237,6 +290,7 @@ std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, in
   }
   auto image = std::make_shared<AdapterImage>();
   image->stream = pack_random_adapter(config, records, seed);
+  image->stream_bytes = image->stream.size();
   describe(records, *image);
   image->rank = rank;
   image->alpha = static_cast<float>(rank);

@@ -35,7 +35,7 @@ struct BiasPlacement {
 };
 
 struct StreamPlan {
-  std::pmr::vector<std::byte> stream{host_memory()};  // directory and records; the rest is zero until filled
+  HostBytes stream;  // directory, records and zeros; matrices whose tiles are full are still what the memory held
   std::vector<Placement> matrices;
   std::vector<BiasPlacement> biases;
 };
@@ -84,6 +84,7 @@ class Planner {
   StreamPlan finish() {
     StreamPlan plan;
     plan.stream.resize(static_cast<size_t>(granules_) * kGranuleBytes);
+    clear_what_is_not_filled(plan.stream);
     std::memcpy(plan.stream.data(), directory_.data(), directory_.size() * sizeof(int32_t));
     for (const auto& [byte, record] : records_) {
       std::memcpy(plan.stream.data() + byte, &record, sizeof record);
@@ -94,6 +95,23 @@ class Planner {
   }
 
  private:
+  // Matrices are placed in the order of their granules.
+  void clear_what_is_not_filled(HostBytes& stream) const {
+    int64_t done = 0;
+    const auto clear_until = [&](int64_t granule) {
+      std::memset(stream.data() + done * static_cast<int64_t>(kGranuleBytes), 0,
+                  static_cast<size_t>(granule - done) * kGranuleBytes);
+    };
+    for (const Placement& matrix : matrices_) {
+      if (matrix.rank % kTileRanks != 0 || matrix.view->columns % kTileColumns != 0) {
+        continue;
+      }
+      clear_until(matrix.granule);
+      done = matrix.granule + matrix_granules(matrix.rank, matrix.view->columns, matrix.dtype);
+    }
+    clear_until(granules_);
+  }
+
   int32_t take(int64_t bytes) {
     const int64_t first = granules_;
     granules_ += (bytes + static_cast<int64_t>(kGranuleBytes) - 1) / static_cast<int64_t>(kGranuleBytes);
@@ -190,8 +208,8 @@ size_t end_of_group(const std::vector<Placement>& matrices, size_t begin) {
   throw Error{Status::kAdapterMismatch, file + ": tensor " + quoted(tensor) + " holds a NaN or infinite value"};
 }
 
-void fill_group(const std::vector<Placement>& matrices, size_t begin, size_t end, std::byte* stream,
-                const std::string& file) {
+// Null, or a tensor with a value that is not finite.
+const StoredTensor* fill_group(const std::vector<Placement>& matrices, size_t begin, size_t end, std::byte* stream) {
   int32_t blocks = 0;
   for (size_t i = begin; i < end; ++i) {
     blocks = std::max(blocks, ceil_div(matrices[i].view->columns, kTileColumns));
@@ -204,10 +222,11 @@ void fill_group(const std::vector<Placement>& matrices, size_t begin, size_t end
       }
       std::byte* out = stream + static_cast<size_t>(m.granule) * kGranuleBytes;
       if (!pack_column_block(*m.view, m.rank, m.dtype, m.is_a, block, out)) {
-        refuse_value(*m.view->tensor, file);
+        return m.view->tensor;
       }
     }
   }
+  return nullptr;
 }
 
 }  // namespace
@@ -216,15 +235,24 @@ std::string quoted(const StoredTensor& tensor) {
   return "'" + printable(tensor.name, kNameBytesMax) + "'";
 }
 
-std::pmr::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                         const std::string& file) {
+HostBytes pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, const std::string& file,
+                       Stream& workers) {
   sort_records(records, file);
   StreamPlan plan = plan_stream(config, records);
   group_by_tensor(plan.matrices);
-  for (size_t begin = 0; begin < plan.matrices.size();) {
-    const size_t end = end_of_group(plan.matrices, begin);
-    fill_group(plan.matrices, begin, end, plan.stream.data(), file);
-    begin = end;
+  std::vector<size_t> groups;  // where each begins, and the end of the last
+  for (size_t begin = 0; begin < plan.matrices.size(); begin = end_of_group(plan.matrices, begin)) {
+    groups.push_back(begin);
+  }
+  groups.push_back(plan.matrices.size());
+  std::vector<const StoredTensor*> refused(groups.size(), nullptr);
+  workers.parallel_for(groups.size() - 1, [&](size_t i, int) {
+    refused[i] = fill_group(plan.matrices, groups[i], groups[i + 1], plan.stream.data());
+  });
+  for (const StoredTensor* tensor : refused) {
+    if (tensor != nullptr) {
+      refuse_value(*tensor, file);
+    }
   }
   for (const BiasPlacement& bias : plan.biases) {
     if (!pack_bias(*bias.tensor, plan.stream.data() + static_cast<size_t>(bias.granule) * kGranuleBytes)) {
@@ -234,8 +262,7 @@ std::pmr::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<
   return std::move(plan.stream);
 }
 
-std::pmr::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                                uint64_t seed) {
+HostBytes pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, uint64_t seed) {
   sort_records(records, "random adapter");
   StreamPlan plan = plan_stream(config, records);
   TileRandom random(seed);

@@ -6,12 +6,13 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory_resource>
 #include <string>
 #include <vector>
 
+#include "kernels/base/stream.h"
 #include "kernels/lora/adapter_layout.h"
 #include "runtime/io/safetensors.h"
+#include "runtime/memory/host_memory.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
@@ -41,13 +42,12 @@ struct AdapterRecord {
 
 // Sorts `records` by layer, dense before experts, expert, module. Throws Error{kAdapterMismatch} naming tensors when
 // two records are the same linear, or a value is NaN or infinite (also after rounding to the stream's dtype).
-// `file` is used in messages.
-std::pmr::vector<std::byte> pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                         const std::string& file);
+// `file` is used in messages. `workers` do it side by side; the bytes, and which fault is named, do not depend on them.
+HostBytes pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, const std::string& file,
+                       Stream& workers);
 
 // The same stream with random bf16 values of either sign, of magnitude 2^-11 to 2^-7; views need only columns.
-std::pmr::vector<std::byte> pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records,
-                                                uint64_t seed);
+HostBytes pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, uint64_t seed);
 
 // The name of a tensor, in quotes and fit for a message.
 std::string quoted(const StoredTensor& tensor);

@@ -70,14 +70,19 @@ void AdapterUploader::stop() {
   }
 }
 
-void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages) {
+void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages,
+                          std::atomic<uint64_t>* bytes) {
   MOELORA_ASSERT(!is_full());
+  if (bytes != nullptr) {
+    bytes->store(0);
+  }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Upload& upload = ring_[num_added_ % kMaxUploads];
     upload.slot = slot;
     upload.image = std::move(image);
     upload.pages = pages;
+    upload.bytes = bytes;
     upload.status = Status::kOk;
     cancelled_[num_added_ % kMaxUploads] = false;
     ++num_added_;
@@ -182,6 +187,9 @@ void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancel
       const PageId* pages = upload.pages + at / pool_.page_bytes();
       kernels_.write_pages({pool_.base(), pool_.page_bytes(), chunk.memory, count, pages}, *stream_);
       chunk.fence->record(*stream_);
+      if (upload.bytes != nullptr) {
+        upload.bytes->fetch_add(static_cast<uint64_t>(count));
+      }
       if (bytes_per_second_ > 0) {  // an idle time before earns nothing
         const std::chrono::duration<double> share(static_cast<double>(count) / static_cast<double>(bytes_per_second_));
         next_chunk_ = std::max(next_chunk_, begun) + std::chrono::duration_cast<std::chrono::nanoseconds>(share);

@@ -25,7 +25,8 @@ namespace moelora {
 struct Upload {
   int32_t slot = 0;
   std::shared_ptr<const AdapterImage> image;
-  const PageId* pages = nullptr;  // host memory
+  const PageId* pages = nullptr;           // host memory
+  std::atomic<uint64_t>* bytes = nullptr;  // grows to the stream's size; may be null
   Status status = Status::kOk;
   std::string message;
   double ms = 0;  // from its turn to its last byte on the device
@@ -48,8 +49,10 @@ class AdapterUploader {
   [[nodiscard]] static uint64_t staging_bytes(int64_t page_bytes, bool is_host);
 
   [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxUploads; }
+  [[nodiscard]] int32_t num_begun() const { return static_cast<int32_t>(num_added_ - num_taken_); }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
-  void add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages);
+  void add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages,
+           std::atomic<uint64_t>* bytes = nullptr);
   // The oldest upload that has ended: all its bytes are on the device, or status and message say why not and nothing is
   // written to its pages any more. False if there is none.
   [[nodiscard]] bool take(Upload* out);

@@ -48,11 +48,16 @@ void check_free_name(const Engine& engine, const std::string& name, uint32_t fla
   }
 }
 
-moelora_adapter add_adapter(EngineObject& object, const std::string& name, std::shared_ptr<const AdapterImage> image,
-                            float scale, bool replace) {
-  for (const std::string& warning : image->warnings) {
+void log_warnings(const std::string& name, const AdapterImage& image) {
+  for (const std::string& warning : image.warnings) {
     log_message(LogLevel::kWarning, fmt::format("adapter {}: {}", name, warning));
   }
+}
+
+// A new image, or that of another adapter.
+template <class Image>
+moelora_adapter add_adapter(EngineObject& object, const std::string& name, std::shared_ptr<Image> image, float scale,
+                            bool replace) {
   const std::lock_guard<std::mutex> lock(object.mutex);
   std::shared_ptr<Adapter> adapter = object.engine->register_adapter(name, std::move(image), scale, replace);
   const moelora_adapter handle = object.adapters.add(adapter);
@@ -72,6 +77,7 @@ moelora_status moelora_adapter_load_dir(moelora_engine* engine, const char* name
     const AdapterLoadOptions options = load_options(*call->engine, flags);
     check_free_name(*call->engine, adapter_name, flags);
     auto image = load_adapter_dir(folder, call->engine->info().config, options);
+    log_warnings(adapter_name, *image);
     *out = add_adapter(*call, adapter_name, std::move(image), 1.0f, (flags & MOELORA_ADAPTER_REPLACE) != 0);
     return Status::kOk;
   });
@@ -92,6 +98,7 @@ moelora_status moelora_adapter_load_mem(moelora_engine* engine, const char* name
     }
     auto image = load_adapter_memory(json, static_cast<const std::byte*>(weights), weights_len,
                                      call->engine->info().config, options);
+    log_warnings(adapter_name, *image);
     *out = add_adapter(*call, adapter_name, std::move(image), 1.0f, (flags & MOELORA_ADAPTER_REPLACE) != 0);
     return Status::kOk;
   });
@@ -170,6 +177,15 @@ moelora_status moelora_adapter_unpin(moelora_engine* engine, moelora_adapter ada
   });
 }
 
+moelora_status moelora_adapter_set_weight(moelora_engine* engine, moelora_adapter adapter, double weight,
+                                          moelora_error* err) {
+  return guard(err, [&] {
+    const EngineCall call(engine);
+    call->engine->set_weight(call->adapter_or_base(adapter), weight);
+    return Status::kOk;
+  });
+}
+
 moelora_status moelora_adapter_unload(moelora_engine* engine, moelora_adapter adapter, uint32_t flags,
                                       moelora_error* err) {
   return guard(err, [&] {
@@ -222,7 +238,8 @@ moelora_status moelora_adapter_info_get(moelora_engine* engine, moelora_adapter 
     const EngineCall call(engine);
     check_struct(info, "info");
     const auto found = call->adapters.find(adapter);
-    const AdapterImage& image = *found->image;
+    const AdapterFacts& image = *found->image;
+    const Engine::AdapterPlace place = call->engine->adapter_place(*found);
     moelora_adapter_info out = {};
     out.rank = image.rank;
     out.max_rank = image.max_rank;
@@ -236,13 +253,15 @@ moelora_status moelora_adapter_info_get(moelora_engine* engine, moelora_adapter 
     out.resident = found->slot.load() > 0 ? 1 : 0;
     out.pins = found->pins.load();
     out.in_flight = found->in_flight.load();
-    out.host_bytes = image.stream.size();
+    out.host_bytes = image.stream_bytes;
     out.file_bytes = image.file_bytes;
     out.fingerprint = image.fingerprint;
     copy_text(out.dtype, sizeof out.dtype, image.dtype);
     out.read_ms = image.read_ms;
     out.pack_ms = image.pack_ms;
     out.upload_ms = found->upload_ms.load();
+    out.uploaded_bytes = place.bytes_uploaded;
+    out.in_host_memory = place.in_host_memory ? 1 : 0;
     write_struct(info, out);
     return Status::kOk;
   });

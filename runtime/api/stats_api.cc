@@ -1,21 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // moelora.h, group "metrics", and the sampling defaults: numbers out of the engine into flat structs and text.
-#include <iterator>
+#include <algorithm>
 
 #include "runtime/api/boundary.h"
 #include "runtime/api/handles.h"
+#include "runtime/api/metrics_text.h"
 
 using namespace moelora;
 using namespace moelora::api;
 
 namespace {
-
-double mean_active_experts(const EngineStats& stats) {
-  if (stats.moe_layer_steps == 0) {
-    return 0.0;
-  }
-  return static_cast<double>(stats.active_expert_sum) / static_cast<double>(stats.moe_layer_steps);
-}
 
 moelora_stats to_stats(const EngineStats& stats) {
   moelora_stats out = {};
@@ -42,103 +36,28 @@ moelora_stats to_stats(const EngineStats& stats) {
   out.pages_kv = stats.pages_kv;
   out.pages_adapter = stats.pages_adapter;
   out.adapter_host_bytes = stats.adapter_host_bytes;
-  out.active_experts = mean_active_experts(stats);
+  out.active_experts = stats.mean_active_experts();
   out.last_step_ms = stats.last_step_ms;
+  out.page_bytes_wasted = stats.page_bytes_wasted;
+  out.kv_bytes_unfilled = stats.kv_bytes_unfilled;
+  out.adapters_in_host_memory = stats.adapters_in_host_memory;
+  out.adapters_on_disk_only = stats.adapters_on_disk_only;
+  out.adapter_host_loads = stats.adapter_host_loads;
+  out.adapter_host_evictions = stats.adapter_host_evictions;
+  out.adapter_read_ms = stats.adapter_read_ms;
+  out.adapter_pack_ms = stats.adapter_pack_ms;
+  out.adapter_upload_ms = stats.adapter_upload_ms;
+  out.steps_ms = stats.steps_ms;
+  out.adapters_loading = stats.adapters_loading;
+  out.adapter_load_bytes = stats.adapter_load_bytes;
+  out.swaps = stats.swaps;
+  out.prefix_queries = stats.prefix_queries;
+  out.prefix_query_tokens = stats.prefix_query_tokens;
+  out.prefix_hit_tokens = stats.prefix_hit_tokens;
+  out.prefix_evictions = stats.prefix_evictions;
+  out.prefix_blocks = stats.prefix_blocks;
+  out.pages_cached = stats.pages_cached;
   return out;
-}
-
-// Prometheus text exposition, version 0.0.4.
-class Exposition {
- public:
-  template <class Value>
-  void metric(const char* name, const char* type, const char* help, const Value& value) {
-    head(name, type, help);
-    fmt::format_to(std::back_inserter(text_), "{} {}\n", name, value);
-  }
-  void head(const char* name, const char* type, const char* help) {
-    fmt::format_to(std::back_inserter(text_), "# HELP {} {}\n# TYPE {} {}\n", name, help, name, type);
-  }
-  void sample(const char* name, const std::string& adapter, uint64_t handle, uint64_t value) {
-    fmt::format_to(std::back_inserter(text_), "{}{{adapter=\"{}\",id=\"{}\"}} {}\n", name, escaped(adapter), handle,
-                   value);
-  }
-  [[nodiscard]] const std::string& text() const { return text_; }
-
- private:
-  static std::string escaped(const std::string& label) {
-    std::string out;
-    for (const char c : label) {
-      if (c == '\n') {
-        out += "\\n";
-        continue;
-      }
-      if (c == '\\' || c == '"') {
-        out += '\\';
-      }
-      out += c;
-    }
-    return out;
-  }
-  std::string text_;
-};
-
-void add_engine(Exposition& out, const EngineStats& stats) {
-  const auto counter = [&](const char* name, const char* help, uint64_t value) {
-    out.metric(name, "counter", help, value);
-  };
-  const auto gauge = [&](const char* name, const char* help, auto value) { out.metric(name, "gauge", help, value); };
-  counter("moelora_steps_total", "Engine steps.", stats.steps);
-  counter("moelora_requests_submitted_total", "Requests submitted.", stats.requests_submitted);
-  counter("moelora_requests_finished_total", "Requests ended, for any reason.", stats.requests_finished);
-  counter("moelora_requests_cancelled_total", "Requests cancelled.", stats.requests_cancelled);
-  counter("moelora_requests_failed_total", "Requests ended by an error.", stats.requests_failed);
-  counter("moelora_prompt_tokens_total", "Prompt tokens.", stats.prompt_tokens);
-  counter("moelora_cached_tokens_total", "Prompt tokens that were not computed again.", stats.cached_tokens);
-  counter("moelora_output_tokens_total", "Tokens generated.", stats.output_tokens);
-  counter("moelora_preemptions_total", "Sequences put back for lack of pages.", stats.preemptions);
-  counter("moelora_sessions_evicted_total", "Sessions whose KV was dropped.", stats.sessions_evicted);
-  counter("moelora_adapter_loads_total", "Adapters brought to the device.", stats.adapter_loads);
-  counter("moelora_adapter_evictions_total", "Adapters evicted from the device.", stats.adapter_evictions);
-  counter("moelora_adapter_hits_total", "Requests whose adapter was on the device.", stats.adapter_hits);
-  gauge("moelora_requests_running", "Requests running.", stats.running);
-  gauge("moelora_requests_waiting", "Requests waiting.", stats.waiting);
-  gauge("moelora_adapters_registered", "Adapters loaded by the host.", stats.adapters_registered);
-  gauge("moelora_adapters_resident", "Adapters on the device.", stats.adapters_resident);
-  gauge("moelora_sessions", "Open sessions.", stats.sessions);
-  gauge("moelora_pages_total", "Pages of the pool.", stats.pages_total);
-  gauge("moelora_pages_free", "Free pages.", stats.pages_free);
-  gauge("moelora_pages_kv", "Pages that hold KV.", stats.pages_kv);
-  gauge("moelora_pages_adapter", "Pages that hold adapters.", stats.pages_adapter);
-  gauge("moelora_adapter_host_bytes", "Host copies of adapters.", stats.adapter_host_bytes);
-  gauge("moelora_active_experts", "Mean experts used a MoE layer and step.", mean_active_experts(stats));
-  gauge("moelora_last_step_milliseconds", "Duration of the last step.", stats.last_step_ms);
-}
-
-void add_adapters(Exposition& out, EngineObject& object) {
-  std::vector<std::pair<uint64_t, std::shared_ptr<Adapter>>> adapters;
-  {
-    const std::lock_guard<std::mutex> lock(object.mutex);
-    for (const auto& [id, handle] : object.adapter_handles) {
-      adapters.emplace_back(handle, object.adapters.find(handle));
-    }
-  }
-  struct Family {
-    const char* name;
-    const char* help;
-    std::atomic<uint64_t> Adapter::* counter;
-  };
-  static constexpr Family kFamilies[] = {
-      {"moelora_adapter_requests_total", "Requests of an adapter.", &Adapter::requests},
-      {"moelora_adapter_output_tokens_total", "Tokens generated with an adapter.", &Adapter::tokens},
-      {"moelora_adapter_device_loads_total", "Times an adapter was brought to the device.", &Adapter::loads},
-      {"moelora_adapter_device_hits_total", "Requests that found an adapter on the device.", &Adapter::hits},
-  };
-  for (const Family& family : kFamilies) {
-    out.head(family.name, "counter", family.help);
-    for (const auto& [handle, adapter] : adapters) {
-      out.sample(family.name, adapter->name, handle, ((*adapter).*family.counter).load());
-    }
-  }
 }
 
 }  // namespace
@@ -163,6 +82,15 @@ moelora_status moelora_adapter_stats_get(moelora_engine* engine, moelora_adapter
     out.output_tokens = found->tokens.load();
     out.loads = found->loads.load();
     out.hits = found->hits.load();
+    out.prompt_tokens = found->prompt_tokens.load();
+    out.resident = found->slot.load() > 0 ? 1 : 0;
+    const std::vector<AdapterQueue> queues = call->engine->adapter_queues();
+    const auto queue =
+        std::find_if(queues.begin(), queues.end(), [&](const AdapterQueue& one) { return one.adapter == found->id; });
+    if (queue != queues.end()) {
+      out.running = queue->running;
+      out.waiting = queue->waiting;
+    }
     write_struct(stats, out);
     return Status::kOk;
   });
@@ -171,10 +99,16 @@ moelora_status moelora_adapter_stats_get(moelora_engine* engine, moelora_adapter
 moelora_status moelora_metrics_text(moelora_engine* engine, char* buf, size_t cap, size_t* n, moelora_error* err) {
   return guard(err, [&] {
     const EngineCall call(engine);
-    Exposition out;
-    add_engine(out, call->engine->stats());
-    add_adapters(out, *call);
-    return copy_out(out.text().data(), out.text().size(), buf, cap, n);
+    const std::string text = metrics_text(*call);
+    return copy_out(text.data(), text.size(), buf, cap, n);
+  });
+}
+
+moelora_status moelora_timeline_write(moelora_engine* engine, const char* path, size_t path_len, moelora_error* err) {
+  return guard(err, [&] {
+    const EngineCall call(engine);
+    call->engine->write_timeline(path_argument("path", path, path_len));
+    return Status::kOk;
   });
 }
 

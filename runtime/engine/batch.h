@@ -17,11 +17,22 @@ struct BatchEntry {
   int32_t capture_first = -1;  // rows from this position on have their logits kept; -1 = none
 };
 
+// Pages to copy between the pool and the swap space, in the order of the stream before the step's ops.
+struct PageMoves {
+  std::vector<PageId> pages;    // capacity: the places of the swap space
+  std::vector<int32_t> places;  // of each page
+  void clear() {
+    pages.clear();
+    places.clear();
+  }
+};
+
 struct Batch {
   std::vector<BatchEntry> entries;  // capacity max_num_sequences
   int32_t num_rows = 0;
   int32_t num_prefill_rows = 0;  // rows of entries that had more than one pending token
   int32_t num_logit_rows = 0;
+  PageMoves swaps_out, swaps_in;  // even where there are no entries
 };
 
 // A logits row whose values a request wants to keep.

@@ -17,6 +17,7 @@ bool Engine::Parts::step() {
     scheduler->schedule(batch_, start);  // who runs, with how many tokens; pages and adapter slots are taken
     admit_prefetches();
   }
+  swap_pages();  // what was preempted to the host, what resumes back
   if (!batch_.entries.empty()) {
     stage();    // the batch as flat arrays; the device is told of adapters that have arrived
     forward();  // layers; logits of the wanted rows
@@ -33,7 +34,7 @@ bool Engine::Parts::step() {
       record_step(start, end);
     }
     if (options.audit >= 2) {
-      audit_step();
+      audit_parts();
     }
   }
   // Tokens and ends to their readers, unless the next step will start first.
@@ -44,7 +45,7 @@ bool Engine::Parts::step() {
 }
 
 void Engine::Parts::admit(double now) {
-  poll_uploads(now);
+  poll_loads(now);
   if (collect_adapters) {
     adapters->collect();
   }
@@ -104,11 +105,12 @@ void Engine::Parts::commit(double now) {
   for (const BatchEntry& entry : batch_.entries) {
     Sequence& sequence = *entry.sequence;
     sequence.kv->length = entry.first + entry.count;
-    counters.prompt_tokens += static_cast<uint64_t>(std::clamp(sequence.num_prompt - entry.first, 0, entry.count));
+    count_prompt(sequence, entry);
   }
   if (batch_.entries.empty()) {
     return;
   }
+  cache_blocks();
   keep_captured_rows();
   for (int32_t i = 0; i < step_input->num_sampled(); ++i) {
     commit_token(*step_input->sampled()[static_cast<size_t>(i)], i, now);
@@ -198,7 +200,7 @@ void Engine::Parts::run() {
       if (stopping) {
         return;
       }
-      const bool has_work = !inbox.empty() || !prefetches.empty() || adapters->is_uploading() || collect_adapters ||
+      const bool has_work = !inbox.empty() || !prefetches.empty() || adapters->is_loading() || collect_adapters ||
                             trim_pages >= 0 || !scheduler->running().empty() || !scheduler->waiting().empty();
       if (!has_work && probes_wanted == probes_done) {
         work.wait(lock, [&] { return stopping || woken; });

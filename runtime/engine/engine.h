@@ -15,6 +15,7 @@
 
 #include "runtime/adapter/adapter.h"
 #include "runtime/adapter/adapter_image.h"
+#include "runtime/engine/histogram.h"
 #include "runtime/engine/options.h"
 #include "runtime/engine/request.h"
 #include "runtime/engine/sequence.h"
@@ -33,6 +34,7 @@ struct EngineInfo {
   int32_t max_batch_tokens = 0;
   int32_t kv_block_tokens = 0;
   int64_t page_bytes = 0;
+  std::string page_reason;  // why that size
   int64_t num_pages = 0;
   int32_t pages_per_block = 0;  // of a sequence's 16 tokens, all layers
   int32_t num_threads = 0;
@@ -45,14 +47,35 @@ struct EngineInfo {
 
 struct EngineStats {  // monotonic counters and gauges
   uint64_t steps = 0, requests_submitted = 0, requests_finished = 0, requests_cancelled = 0, requests_failed = 0;
-  uint64_t prompt_tokens = 0, cached_tokens = 0, output_tokens = 0, preemptions = 0, sessions_evicted = 0;
+  uint64_t prompt_tokens = 0, cached_tokens = 0, output_tokens = 0, preemptions = 0, swaps = 0, sessions_evicted = 0;
   uint64_t adapter_loads = 0, adapter_evictions = 0, adapter_hits = 0;
   uint64_t active_expert_sum = 0, moe_layer_steps = 0;  // active experts a layer = sum / layer_steps
   uint64_t adapters_touched_last = 0;
+  uint64_t adapter_load_bytes = 0;  // of uploads that arrived
   int64_t running = 0, waiting = 0, adapters_registered = 0, adapters_resident = 0, sessions = 0;
   int64_t pages_total = 0, pages_free = 0, pages_kv = 0, pages_adapter = 0;
   uint64_t adapter_host_bytes = 0;
-  double last_step_ms = 0;
+  double last_step_ms = 0, steps_ms = 0;
+  // Of leased pages: what no stream and no position of a block uses; positions of blocks that no token has yet.
+  int64_t page_bytes_wasted = 0, kv_bytes_unfilled = 0;
+  // Tiers of adapters; clones count once. Host copies include those on their way from the disk.
+  int64_t adapters_in_host_memory = 0, adapters_on_disk_only = 0;
+  uint64_t adapter_host_loads = 0, adapter_host_evictions = 0;
+  double adapter_read_ms = 0, adapter_pack_ms = 0, adapter_upload_ms = 0;  // of all loads after registration
+  int64_t adapters_loading = 0;
+  uint64_t prefix_queries = 0, prefix_query_tokens = 0, prefix_hit_tokens = 0, prefix_evictions = 0;
+  int64_t prefix_blocks = 0, pages_cached = 0;  // pages_cached: KV that no sequence or session holds
+  Histogram step, queue, first_token, request;
+
+  [[nodiscard]] double mean_active_experts() const {  // a MoE layer and step; 0 for dense models
+    return moe_layer_steps == 0 ? 0.0 : static_cast<double>(active_expert_sum) / static_cast<double>(moe_layer_steps);
+  }
+};
+
+// Requests of one adapter now.
+struct AdapterQueue {
+  uint64_t adapter = 0;  // Adapter::id
+  int32_t running = 0, waiting = 0;
 };
 
 // One step as the bench sees it (ring of the last steps, experimental).
@@ -74,21 +97,37 @@ class Engine {
   [[nodiscard]] const EngineInfo& info() const;
   [[nodiscard]] const EngineOptions& options() const;
   [[nodiscard]] EngineStats stats() const;
+  // Of every adapter that requests run with or wait for, in order of id.
+  [[nodiscard]] std::vector<AdapterQueue> adapter_queues() const;
+  // Writes the events that are kept (option timeline_events) as a trace for Chrome or Perfetto. Steps go on meanwhile.
+  // Throws Error: kInvalid without that option, kIo.
+  void write_timeline(const std::string& path) const;
   // kOk, or the fatal status with its text.
   Status health(std::string* message) const;
   // No new work from here on; waits until all is finished: kOk or kTimeout.
   Status drain(int32_t timeout_ms);
-  // Drops idle adapters and idle sessions' KV until pool pages in use <= target bytes, as far as possible.
+  // Drops idle adapters, cached blocks and sessions' KV until pool pages in use <= target bytes, as far as possible.
   void trim(uint64_t target_bytes);
 
   // Adapters. Throw Error.
+  // An image with a folder (load_adapter_dir) may leave host memory and is read again when it is wanted.
   std::shared_ptr<Adapter> register_adapter(const std::string& name, std::shared_ptr<const AdapterImage> image,
                                             float scale, bool replace);
+  // Another one with the image of a registered adapter.
+  std::shared_ptr<Adapter> register_adapter(const std::string& name, std::shared_ptr<TieredImage> image, float scale,
+                                            bool replace);
+  struct AdapterPlace {
+    bool in_host_memory = false;
+    uint64_t bytes_uploaded = 0;  // of its stream: to the device, by its last upload
+  };
+  AdapterPlace adapter_place(const Adapter& adapter) const;
   [[nodiscard]] AdapterLoadOptions adapter_load_options() const;
   std::shared_ptr<Adapter> find_adapter(const std::string& name) const;  // null = none
   std::vector<std::shared_ptr<Adapter>> list_adapters() const;
   // New requests are refused at once; memory goes with the last user. if_idle: kBusy if in flight.
   void unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idle);
+  // Of the base where `adapter` is null; for option fairness = adapter. Throws kInvalid.
+  void set_weight(const std::shared_ptr<Adapter>& adapter, double weight);
   // Asks for residency; when there, pushes kAdapterReady to `queue` (may be null).
   void prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue,
                         uint64_t handle, uint64_t tag);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How sequences end, how the engine fails, and what is noted about a step. Engine thread.
+// How sequences end and how the engine fails. Engine thread.
 #include <algorithm>
 #include <new>
 
@@ -11,9 +11,11 @@ namespace moelora {
 void Engine::Parts::end_by_host(double now) {
   const auto overdue = [&](const Sequence& sequence) {
     const Submission& submission = *sequence.submission;
-    return submission.cancelled.load() || (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
+    return submission.cancelled.load() || sequence.is_late ||
+           (submission.deadline_at_ms > 0 && now >= submission.deadline_at_ms) ||
            (options.overrun == "fail" && sequence.num_unread() >= static_cast<size_t>(options.output_buffer_tokens));
   };
+  scheduler->mark_late(now);
   for (const auto* list : {&scheduler->running(), &scheduler->waiting()}) {
     for (size_t i = 0; i < list->size();) {
       Sequence& sequence = *(*list)[i];
@@ -23,6 +25,8 @@ void Engine::Parts::end_by_host(double now) {
         end_sequence(sequence, FinishReason::kCancelled, Status::kCancelled, "cancelled", now);
       } else if (sequence.submission->deadline_at_ms > 0 && now >= sequence.submission->deadline_at_ms) {
         end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "deadline passed", now);
+      } else if (sequence.is_late) {
+        end_sequence(sequence, FinishReason::kDeadline, Status::kDeadline, "would be late", now);
       } else {
         end_sequence(sequence, FinishReason::kError, Status::kOverrun,
                      "the reader is output_buffer_tokens behind (option overrun = fail)", now);
@@ -70,7 +74,9 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
   emission->finished = true;
   emission->result = result;
 
+  record_end(sequence, now);
   ++counters.requests_finished;
+  counters.cached_tokens += static_cast<uint64_t>(result.cached_tokens);
   if (reason == FinishReason::kCancelled) {
     ++counters.requests_cancelled;
   }
@@ -81,7 +87,11 @@ void Engine::Parts::end_sequence(Sequence& sequence, FinishReason reason, Status
     --adapter->in_flight;
     collect_adapters = collect_adapters || adapter->unloaded.load();  // perhaps its last user
   }
+  const std::shared_ptr<Adapter> adapter = sequence.request().adapter;
   scheduler->finish(sequence);  // `sequence` may be gone after this
+  if (adapter != nullptr) {
+    drop_prefix(*adapter);
+  }
   if (session != nullptr) {
     if (session->closed.load()) {
       session->kv->truncate(geometry, 0);
@@ -178,9 +188,9 @@ void Engine::Parts::check_alive() const {
 }
 
 // Adapters that have arrived are resident from here on. One that did not ends the requests that wait for it.
-void Engine::Parts::poll_uploads(double now) {
-  adapters->poll(failed_uploads_);
-  for (const FailedUpload& failed : failed_uploads_) {
+void Engine::Parts::poll_loads(double now) {
+  adapters->poll(failed_loads_);
+  for (const FailedLoad& failed : failed_loads_) {
     if (failed.status == Status::kDeviceLost) {
       throw Error(failed.status, failed.message);
     }
@@ -202,7 +212,7 @@ void Engine::Parts::poll_uploads(double now) {
       }
     }
   }
-  failed_uploads_.clear();
+  failed_loads_.clear();
 }
 
 // After schedule: adapters of waiting requests come first. A prefetched one is used once: idle, most recently used.
@@ -242,38 +252,12 @@ void Engine::Parts::finish_prefetches() {
   });
 }
 
-void Engine::Parts::record_step(double start, double end) {
-  ++counters.steps;
-  counters.last_step_ms = end - start;
-  const auto* totals = reinterpret_cast<const uint32_t*>(workspace->totals().host());
-  const auto moe_layers = static_cast<uint64_t>(
-      std::count_if(config.layer_is_moe.begin(), config.layer_is_moe.end(), [](uint8_t is) { return is != 0; }));
-  const uint32_t active = totals[0] - totals_before_[0];
-  const uint32_t segments = totals[1] - totals_before_[1];
-  std::copy_n(totals, 2, totals_before_);
-  counters.active_expert_sum += active;
-  counters.moe_layer_steps += moe_layers;
-  counters.adapters_touched_last = static_cast<uint64_t>(step_input->num_adapters());
-  StepRecord& record = records[num_records++ % records.size()];
-  record.start_ms = start;
-  record.ms = end - start;
-  record.rows = batch_.num_rows;
-  record.prefill_rows = batch_.num_prefill_rows;
-  record.sequences = static_cast<int32_t>(batch_.entries.size());
-  record.adapters = step_input->num_adapters();
-  record.active_experts = moe_layers == 0 ? 0.0f : static_cast<float>(active) / static_cast<float>(moe_layers);
-  record.lora_bytes = step_input->lora_bytes(static_cast<int32_t>(segments));
-  const double token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim *
-                             static_cast<double>(dtype_bytes(geometry.layout.dtype));
-  record.kv_bytes = 0;
-  for (const BatchEntry& entry : batch_.entries) {
-    record.kv_bytes += token_bytes * (entry.first + entry.count);
-  }
-}
-
-void Engine::Parts::audit_step() {
+void Engine::Parts::audit_parts() const {
   pool->audit();
   adapters->audit();
+  if (prefix != nullptr) {
+    prefix->audit();
+  }
   scheduler->audit();
 }
 

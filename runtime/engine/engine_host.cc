@@ -60,18 +60,39 @@ EngineStats Engine::stats() const {
   stats.running = static_cast<int64_t>(parts.scheduler->running().size());
   stats.waiting = static_cast<int64_t>(parts.scheduler->waiting().size() + parts.inbox.size());
   stats.sessions = static_cast<int64_t>(parts.scheduler->num_sessions());
-  stats.preemptions = parts.scheduler->num_preemptions();
-  stats.sessions_evicted = parts.scheduler->num_sessions_evicted();
+  stats.preemptions = parts.scheduler->counters().preemptions;
+  stats.sessions_evicted = parts.scheduler->counters().sessions_evicted;
+  stats.swaps = parts.scheduler->counters().swaps;
   stats.adapters_registered = static_cast<int64_t>(parts.adapters->num_registered());
+  stats.adapters_loading = parts.adapters->num_uploading();
   stats.adapters_resident = parts.adapters->num_resident();
   stats.adapter_loads = parts.adapters->num_loads();
   stats.adapter_evictions = parts.adapters->num_evictions();
   stats.adapter_hits = parts.adapters->num_hits();
-  stats.adapter_host_bytes = parts.adapters->host_bytes();
+  const HostTierStats& host = parts.adapters->host();
+  stats.adapter_host_bytes = host.bytes;
+  stats.adapters_in_host_memory = host.images;
+  stats.adapters_on_disk_only = host.images_on_disk;
+  stats.adapter_host_loads = host.loads;
+  stats.adapter_host_evictions = host.evictions;
+  stats.adapter_read_ms = host.read_ms;
+  stats.adapter_pack_ms = host.pack_ms;
+  stats.adapter_upload_ms = parts.adapters->upload_ms();
   stats.pages_total = parts.pool->num_pages();
   stats.pages_free = parts.pool->num_free();
   stats.pages_kv = parts.pool->num_used(PageUse::kKv);
   stats.pages_adapter = parts.pool->num_used(PageUse::kAdapter);
+  stats.page_bytes_wasted = parts.adapters->wasted_bytes() +
+                            stats.pages_kv / parts.geometry.layout.num_groups * parts.geometry.wasted_block_bytes();
+  stats.kv_bytes_unfilled = parts.scheduler->num_unfilled_positions() * parts.geometry.token_bytes();
+  if (const PrefixCache* prefix = parts.prefix.get(); prefix != nullptr) {
+    stats.prefix_queries = prefix->counters.queries;
+    stats.prefix_query_tokens = prefix->counters.query_tokens;
+    stats.prefix_hit_tokens = prefix->counters.hit_tokens;
+    stats.prefix_evictions = prefix->num_evictions();
+    stats.prefix_blocks = prefix->num_blocks();
+    stats.pages_cached = prefix->num_idle_pages();
+  }
   return stats;
 }
 
@@ -176,9 +197,10 @@ std::shared_ptr<Sequence> Engine::make_sequence(const std::shared_ptr<Submission
                                           " pages and the pool has " + std::to_string(parts.info.num_pages) +
                                           " (raise device_memory_bytes or lower max_tokens)");
   }
-  sequence->kv = session != nullptr ? session->kv
-                                    : std::make_shared<KvSequence>(*parts.pool, parts.geometry,
-                                                                   static_cast<int64_t>(sequence->tokens_max));
+  sequence->kv = session != nullptr
+                     ? session->kv
+                     : std::make_shared<KvSequence>(*parts.pool, parts.geometry,
+                                                    static_cast<int64_t>(sequence->tokens_max), parts.prefix.get());
   return sequence;
 }
 
@@ -200,6 +222,7 @@ void Engine::enqueue(std::shared_ptr<Sequence> sequence) {
     throw Error(Status::kNotFound, "adapter '" + adapter->name + "' was unloaded");
   }
   parts.note_queue(sequence->submission->stream->queue());
+  parts.open_prefix(*sequence);
   if (adapter != nullptr) {
     ++adapter->in_flight;
     ++adapter->requests;

@@ -5,6 +5,7 @@
 #include "kernels/base/thread.h"
 #include "runtime/engine/apart.h"
 #include "runtime/engine/engine_parts.h"
+#include "runtime/engine/log.h"
 #include "runtime/engine/memory_plan.h"
 #include "runtime/memory/host_resources.h"
 
@@ -73,6 +74,7 @@ void Engine::Parts::size_up() {
                                 plan_kv_dtype(options));
   info.page_bytes = geometry.page_bytes;
   info.pages_per_block = geometry.layout.num_groups;
+  info.page_reason = geometry.reason;
 }
 
 // Decode steps of every number of rows up to kGraphRows, with and without adapters. One step runs first, on zeros: it
@@ -102,6 +104,17 @@ Graph* Engine::Parts::graph_of_batch() const {
   return step_input->is_decode() && index < graphs_.size() ? graphs_[index].get() : nullptr;
 }
 
+void Engine::Parts::open_swap_space() {
+  if (options.swap_memory_bytes == 0) {
+    return;
+  }
+  swap_space = std::make_unique<SwapSpace>(options.swap_memory_bytes, info.page_bytes, *device);
+  for (PageMoves* moves : {&batch_.swaps_out, &batch_.swaps_in}) {
+    moves->pages.reserve(static_cast<size_t>(swap_space->num_places()));
+    moves->places.reserve(static_cast<size_t>(swap_space->num_places()));
+  }
+}
+
 Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) : options(given) {
   const auto report = [&](double done) {
     if (options.progress != nullptr) {
@@ -129,17 +142,28 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   const uint64_t free_bytes = device->is_host() ? host_resources().memory_free_bytes : device->info().memory_free_bytes;
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);
+  log_message(LogLevel::kInfo, "page pool: " + std::to_string(info.num_pages) + " pages of " +
+                                   std::to_string(info.page_bytes) + " bytes: " + info.page_reason);
   pool = std::make_unique<PagePool>(static_cast<int32_t>(info.num_pages), info.page_bytes, *device);
-  adapters = std::make_unique<AdapterCache>(AdapterCacheLimits{info.max_adapters_resident, config.num_layers,
-                                                               config.num_experts, options.upload_bytes_per_second},
-                                            *pool, *kernels, *device, [this] { note_upload(); });
+  if (options.prefix_cache) {
+    prefix = std::make_unique<PrefixCache>(*pool, geometry);
+  }
+  adapters = std::make_unique<AdapterCache>(
+      AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts,
+                         options.upload_bytes_per_second, static_cast<uint64_t>(options.host_memory_bytes), &config},
+      *pool, *kernels, *device, [this] { note_upload(); });
   const SchedulerLimits limits{info.max_num_sequences,
                                info.max_batch_tokens,
                                logit_rows,
                                static_cast<int32_t>(options.max_queued_requests),
                                static_cast<int32_t>(options.prefetch_requests),
-                               static_cast<int32_t>(options.output_buffer_tokens)};
-  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters);
+                               static_cast<int32_t>(options.output_buffer_tokens),
+                               static_cast<int32_t>(options.max_overtaking_steps),
+                               static_cast<int32_t>(options.max_loads_per_step),
+                               options.fairness == "adapter",
+                               options.early_refusal};
+  open_swap_space();
+  scheduler = std::make_unique<Scheduler>(limits, geometry, *pool, *adapters, swap_space.get(), prefix.get());
   step_input = std::make_unique<StepInput>(
       StepInputLimits{info.max_batch_tokens, info.max_num_sequences, logit_rows,
                       geometry.blocks(info.max_context_tokens), config.vocab_size, rank_limit},
@@ -154,11 +178,13 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   emissions_.resize(static_cast<size_t>(2 * info.max_num_sequences + options.max_queued_requests) + 1);
   inbox.reserve(static_cast<size_t>(options.max_queued_requests));
   records.resize(kNumRecords);
+  timeline = Timeline(static_cast<size_t>(options.timeline_events));
+  adapters->tell_uploads([this](const Adapter& adapter, double ms) { record_upload(adapter, ms); });
 }
 
 Engine::Parts::~Parts() {
   stop();
-  adapters->stop_uploads();  // it wakes the engine, which needs the lock
+  adapters->stop_loading();  // it wakes the engine, which needs the lock
   const std::lock_guard<std::mutex> lock(mutex);
   // Hosts may still hold sessions; their leases must not outlive the pool.
   scheduler->drop_all_pages();
@@ -176,6 +202,14 @@ void Engine::Parts::stop() {
   work.notify_all();
   if (thread_.joinable()) {
     thread_.join();
+  }
+  if (failure == Status::kOk && options.audit >= 1) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    try {
+      audit_parts();
+    } catch (const Error& error) {  // an engine that closes has nobody else to tell
+      log_message(LogLevel::kError, std::string("audit at close: ") + error.what());
+    }
   }
   if (failure == Status::kOk) {
     fail(Status::kClosed, "the engine was released");

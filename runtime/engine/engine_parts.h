@@ -17,6 +17,8 @@
 #include "runtime/engine/engine.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/engine/step_input.h"
+#include "runtime/engine/timeline.h"
+#include "runtime/memory/prefix_cache.h"
 #include "runtime/model/model.h"
 
 namespace moelora {
@@ -56,8 +58,11 @@ class Engine::Parts {
   void note_upload();  // on the loader's thread: one has ended
   // Under the lock. Throws the failure, if there was one: then nothing runs any more.
   void check_alive() const;
+  void audit_parts() const;  // under the lock; throws Error{kInternal}
   // Under the lock, on a thread of the host: the queue, if any, will be told if the engine fails.
   void note_queue(const std::shared_ptr<CompletionQueue>& queue);
+  void open_prefix(Sequence& sequence);
+  void drop_prefix(const Adapter& adapter);
 
   EngineOptions options;
   ModelConfig config;
@@ -68,7 +73,9 @@ class Engine::Parts {
   EngineInfo info;
   std::unique_ptr<Stream> stream;
   std::unique_ptr<PagePool> pool;
+  std::unique_ptr<PrefixCache> prefix;  // null: option prefix_cache = false
   std::unique_ptr<AdapterCache> adapters;
+  std::unique_ptr<SwapSpace> swap_space;  // null without swap_memory_bytes
   std::unique_ptr<Scheduler> scheduler;
   std::unique_ptr<Workspace> workspace;
   std::unique_ptr<StepInput> step_input;
@@ -96,6 +103,7 @@ class Engine::Parts {
   double probe_bandwidth = 0;
   std::vector<StepRecord> records;  // ring
   uint64_t num_records = 0;
+  Timeline timeline;
 
  private:
   void run();
@@ -108,14 +116,17 @@ class Engine::Parts {
   void emit();
   void deliver();
 
+  void swap_pages();
+  void note_rates(double ms);
   void admit_inbox();
   void end_by_host(double now);
-  void poll_uploads(double now);
+  void poll_loads(double now);
   void admit_prefetches();
   void finish_prefetches();
   void commit_token(Sequence& sequence, int32_t sampled_index, double now);
   // Short messages only: a string of up to 15 characters allocates nothing.
   void end_sequence(Sequence& sequence, FinishReason reason, Status status, std::string_view message, double now);
+  void cache_blocks();
   void keep_captured_rows();
   void fail(Status status, const std::string& message);
   void tell_queues(Status status);
@@ -123,16 +134,20 @@ class Engine::Parts {
   void open_device();
   void open_weights(const std::string& model_dir);
   void size_up();
+  void open_swap_space();
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
+  void count_prompt(const Sequence& sequence, const BatchEntry& entry);
   void record_step(double start, double end);
-  void audit_step();
+  void record_upload(const Adapter& adapter, double ms);
+  void record_end(const Sequence& sequence, double now);
 
   Batch batch_;
   std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
-  std::vector<FailedUpload> failed_uploads_;
+  std::vector<FailedLoad> failed_loads_;
   std::vector<float> captured_;         // one row of logits on its way to a reader
   uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step
+  uint64_t loads_before_ = 0;           // at the last step
   std::vector<SampleOutput> outputs_;
   std::vector<Emission> emissions_;  // the first num_emissions_ are live; strings keep their capacity
   size_t num_emissions_ = 0;

@@ -4,11 +4,13 @@
 #include <algorithm>
 
 #include "runtime/engine/engine_parts.h"
+#include "runtime/memory/host_resources.h"
 
 namespace moelora {
 namespace {
 
 std::atomic<uint64_t> next_id{1};
+constexpr int32_t kLoadThreadsMax = 8;
 
 }  // namespace
 
@@ -16,6 +18,8 @@ AdapterLoadOptions Engine::adapter_load_options() const {
   AdapterLoadOptions options;
   options.max_rank = parts_->info.max_lora_rank;
   options.compute = parts_->options.compute;  // bf16 on a GPU: its kernels read bf16 streams only
+  // On the CPU the steps need the cores.
+  options.num_threads = parts_->info.is_cuda ? std::clamp(host_resources().num_cores / 2, 1, kLoadThreadsMax) : 1;
   const std::string& orientation = parts_->options.expert_orientation;
   if (orientation == "natural") {
     options.orientation = ExpertOrientation::kNatural;
@@ -35,6 +39,11 @@ AdapterLoadOptions Engine::adapter_load_options() const {
 
 std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::shared_ptr<const AdapterImage> image,
                                                   float scale, bool replace) {
+  return register_adapter(name, std::make_shared<TieredImage>(std::move(image)), scale, replace);
+}
+
+std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::shared_ptr<TieredImage> image,
+                                                  float scale, bool replace) {
   Parts& parts = *parts_;
   auto adapter = std::make_shared<Adapter>();
   adapter->id = next_id.fetch_add(1);
@@ -49,14 +58,17 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
   if (!replace && parts.adapters->find(name) != nullptr) {
     throw Error(Status::kExists, "an adapter named '" + name + "' is loaded; unload it or load with REPLACE");
   }
-  const auto limit = static_cast<uint64_t>(parts.options.host_memory_bytes);
-  if (limit > 0 && parts.adapters->host_bytes() + adapter->image->stream.size() > limit) {
-    throw Error(Status::kNomem, "adapter '" + name + "' of " + std::to_string(adapter->image->stream.size()) +
-                                    " bytes is over host_memory_bytes = " + std::to_string(limit) + " (" +
-                                    std::to_string(parts.adapters->host_bytes()) + " in use)");
-  }
+  adapter->generation = adapter->image->adapters.empty() ? adapter->id : adapter->image->adapters.front()->generation;
   parts.adapters->add(adapter);
+  if (parts.options.audit >= 1) {
+    parts.audit_parts();
+  }
   return adapter;
+}
+
+Engine::AdapterPlace Engine::adapter_place(const Adapter& adapter) const {
+  const std::lock_guard<std::mutex> lock(parts_->mutex);
+  return {adapter.image->host != nullptr, adapter.image->bytes_uploaded.load()};
 }
 
 std::shared_ptr<Adapter> Engine::find_adapter(const std::string& name) const {
@@ -78,9 +90,21 @@ void Engine::unload_adapter(const std::shared_ptr<Adapter>& adapter, bool if_idl
     }
     adapter->unloaded.store(true);
     parts_->adapters->remove(*adapter);
+    parts_->drop_prefix(*adapter);
     parts_->collect_adapters = true;
+    if (parts_->options.audit >= 1) {
+      parts_->audit_parts();
+    }
   }
   parts_->wake();
+}
+
+void Engine::set_weight(const std::shared_ptr<Adapter>& adapter, double weight) {
+  if (!(weight >= 1e-3 && weight <= 1e3)) {
+    throw Error(Status::kInvalid, "weight " + std::to_string(weight) + " is outside [0.001, 1000]");
+  }
+  const std::lock_guard<std::mutex> lock(parts_->mutex);
+  (adapter == nullptr ? parts_->scheduler->base_share() : adapter->share).weight = weight;
 }
 
 void Engine::prefetch_adapter(const std::shared_ptr<Adapter>& adapter, std::shared_ptr<CompletionQueue> queue,
@@ -104,7 +128,8 @@ std::shared_ptr<Session> Engine::create_session(std::shared_ptr<Adapter> adapter
   session->adapter = std::move(adapter);
   session->scale = scale;
   session->tokens.reserve(static_cast<size_t>(parts.info.max_context_tokens));
-  session->kv = std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens);
+  session->kv =
+      std::make_shared<KvSequence>(*parts.pool, parts.geometry, parts.info.max_context_tokens, parts.prefix.get());
   const std::lock_guard<std::mutex> lock(parts.mutex);
   parts.check_alive();
   if (session->adapter != nullptr && session->adapter->unloaded.load()) {

@@ -33,6 +33,55 @@ struct Row {
   std::vector<std::string> choices = {};
 };
 
+// Who runs when, and who gives way.
+std::vector<Row> scheduler_rows() {
+  using O = EngineOptions;
+  using enum OptionType;
+  // clang-format off
+  return {
+      {{"max_overtaking_steps", kInt, "256",
+        "Steps in which requests behind may start before one that lacks an adapter slot or pages."},
+       &O::max_overtaking_steps, 0, static_cast<double>(kInt32Max)},
+      {{"fairness", kString, "arrival",
+        "Among requests of one priority: first come first served, or by adapter, the one that was given least first."},
+       &O::fairness, 0, 0, {"arrival", "adapter"}},
+      {{"early_refusal", kBool, "false",
+        "Waiting requests that cannot end before their deadline, at the rates measured, end at once."},
+       &O::early_refusal},
+      {{"swap_memory_bytes", kInt, "0",
+        "Host memory for the KV of preempted requests, where copying is cheaper than computing again; 0 = never."},
+       &O::swap_memory_bytes, 0, static_cast<double>(kNoLimit)},
+      {{"max_loads_per_step", kInt, "4", "Copies of adapters to the device that a step may begin."},
+       &O::max_loads_per_step, 1, 65536},
+  };
+  // clang-format on
+}
+
+// What the host sees of an engine's work.
+std::vector<Row> observation_rows() {
+  using O = EngineOptions;
+  using enum OptionType;
+  constexpr auto kMax32 = static_cast<double>(kInt32Max);
+  // clang-format off
+  return {
+      {{"timeline_events", kInt, "0",
+        "Newest steps, uploads and requests that are kept for moelora_timeline_write; 0 = none."},
+       &O::timeline_events, 0, 16777216},
+      {{"metrics_adapters", kInt, "256",
+        "Adapters with series of their own in moelora_metrics_text, those with the most requests; 0 = none."},
+       &O::metrics_adapters, 0, kMax32},
+      {{"audit", kInt, "0", "Self-checks: 0 off, 1 at load and close, 2 every step."}, &O::audit, 0, 2},
+  };
+  // clang-format on
+}
+
+std::vector<Row>* joined(std::vector<Row>* rows, const std::vector<std::vector<Row>>& more) {
+  for (const std::vector<Row>& part : more) {
+    rows->insert(rows->end(), part.begin(), part.end());
+  }
+  return rows;
+}
+
 // Never destroyed: a host may exit while another thread still asks.
 const std::vector<Row>& rows() {
   using O = EngineOptions;
@@ -40,7 +89,7 @@ const std::vector<Row>& rows() {
   constexpr auto kMax32 = static_cast<double>(kInt32Max);
   constexpr auto kMax64 = static_cast<double>(kNoLimit);
   // clang-format off
-  static const std::vector<Row>& table = *new std::vector<Row>{
+  static const std::vector<Row>& table = *joined(new std::vector<Row>{
       {{"device", kString, "cpu", "Where the model runs: cpu, cuda (the first GPU) or cuda:N."}, &O::device, 0, 0,
        {"cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7"}},
       {{"num_threads", kInt, "0", "CPU workers; 0 = one for each core that the process may use."},
@@ -63,14 +112,17 @@ const std::vector<Row>& rows() {
       {{"device_memory_fraction", kNumber, "0",
         "Page pool, as a fraction of the memory free at creation; 0 = 0.25 on the CPU, 0.9 on a GPU."},
        &O::device_memory_fraction, 0.0, 1.0},
-      {{"host_memory_bytes", kInt, "0", "Limit on host copies of adapters; 0 = none."},
+      {{"host_memory_bytes", kInt, "0",
+        "Host copies of adapters; those of folders are dropped and read again as needed. 0 = no bound."},
        &O::host_memory_bytes, 0, kMax64},
       {{"max_adapters_resident", kInt, "64", "Adapters on the device at once."}, &O::max_adapters_resident, 1, 65536},
       {{"upload_bytes_per_second", kInt, "0",
-        "Bound on the rate at which adapters are copied to the device, beside the steps; 0 = none."},
+        "Bound on the rate at which adapters are read again and copied to the device, beside the steps; 0 = none."},
        &O::upload_bytes_per_second, 0, kMax64},
       {{"max_lora_rank", kInt, "256", "Adapters of a larger rank are refused."}, &O::max_lora_rank, 1, 4096},
       {{"kv_block_tokens", kInt, "16", "Tokens in a block of KV."}, &O::kv_block_tokens, 1, 256},
+      {{"prefix_cache", kBool, "true", "Full KV blocks stay cached and serve other prompts that begin alike."},
+       &O::prefix_cache},
       {{"max_num_sequences", kInt, "64", "Requests running at once."}, &O::max_num_sequences, 1, 65536},
       {{"max_batch_tokens", kInt, "0",
         "Rows of a step; longer prompts are computed in chunks. 0 = 512 on the CPU, 4096 on a GPU."},
@@ -93,8 +145,7 @@ const std::vector<Row>& rows() {
       {{"kernels", kString, "auto", "CPU: auto, or reference (plain loops, slow)."},
        &O::kernels, 0, 0, {"auto", "reference"}},
       {{"graphs", kBool, "true", "GPU: decode steps are recorded once at open and launched as graphs."}, &O::graphs},
-      {{"audit", kInt, "0", "Self-checks: 0 off, 1 at load and close, 2 every step."}, &O::audit, 0, 2},
-  };
+  }, {scheduler_rows(), observation_rows()});
   // clang-format on
   return table;
 }

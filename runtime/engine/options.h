@@ -42,15 +42,21 @@ struct EngineOptions {
   double random_routing_exponent = 1.0;   // of zipf
   int64_t device_memory_bytes = 0;        // page pool, KV and adapters together; 0 = from the fraction
   double device_memory_fraction = 0.0;    // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
-  int64_t host_memory_bytes = 0;          // host copies of adapters; 0 = no limit
+  int64_t host_memory_bytes = 0;          // host copies of adapters; 0 = no bound
   int64_t max_adapters_resident = 64;
   int64_t upload_bytes_per_second = 0;  // of adapters to the device; 0 = as fast as it goes
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;
+  bool prefix_cache = true;
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 0;    // rows of a step; 0 = 512 on the CPU, 4096 on a GPU
   int64_t max_queued_requests = 1024;
   int64_t prefetch_requests = 8;            // of those who wait; their adapters come ahead
+  std::string fairness = "arrival";         // arrival | adapter
+  int64_t max_overtaking_steps = 256;       // before one that lacks a slot or pages
+  int64_t max_loads_per_step = 4;           // of adapters, begun
+  int64_t swap_memory_bytes = 0;            // host copies of preempted sequences' KV; 0 = never
+  bool early_refusal = false;               // end requests early whose deadline cannot be met
   int64_t max_context_tokens = 0;           // 0 = the model's
   int64_t output_buffer_tokens = 4096;      // tokens a request holds unread before it pauses
   std::string overrun = "pause";            // pause | fail
@@ -59,6 +65,8 @@ struct EngineOptions {
   std::string kernels = "auto";             // auto | reference (CPU: the plain loops)
   bool graphs = true;                       // GPU: decode steps as recorded graphs
   int64_t audit = 0;                        // 0 off, 1 at load and close, 2 every step
+  int64_t timeline_events = 0;              // kept for write_timeline; 0 = off
+  int64_t metrics_adapters = 256;           // adapters with series of their own in the metrics' text
   std::shared_ptr<LoadProgress> progress;   // not a key; null = nobody watches
   // Not a key; tests put a device between engine and device.
   std::function<std::unique_ptr<Device>(std::unique_ptr<Device>)> wrap_device;

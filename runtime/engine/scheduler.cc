@@ -4,11 +4,20 @@
 #include <algorithm>
 
 #include "kernels/base/error.h"
+#include "runtime/memory/prefix_cache.h"
 
 namespace moelora {
 
-Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters)
-    : limits_(limits), geometry_(geometry), pool_(pool), adapters_(adapters) {
+Scheduler::Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters,
+                     SwapSpace* swap_space, PrefixCache* prefix)
+    : limits_(limits),
+      geometry_(geometry),
+      pool_(pool),
+      adapters_(adapters),
+      swap_space_(swap_space),
+      prefix_(prefix),
+      order_(limits.is_fair_by_adapter, static_cast<size_t>(limits.num_waiting_max + limits.num_sequences_max)) {
+  swapped_in_.reserve(static_cast<size_t>(limits.num_sequences_max));
   running_.reserve(static_cast<size_t>(limits.num_sequences_max));
   // A preempted sequence waits again on top of a full queue.
   waiting_.reserve(static_cast<size_t>(limits.num_waiting_max + limits.num_sequences_max));
@@ -24,13 +33,14 @@ bool Scheduler::ranks_before(const Sequence& a, const Sequence& b) {
 }
 
 void Scheduler::insert_waiting(std::shared_ptr<Sequence> sequence) {
-  const auto at = std::find_if(waiting_.begin(), waiting_.end(),
-                               [&](const auto& other) { return ranks_before(*sequence, *other); });
+  const auto at = std::upper_bound(waiting_.begin(), waiting_.end(), sequence,
+                                   [](const auto& a, const auto& b) { return ranks_before(*a, *b); });
   waiting_.insert(at, std::move(sequence));
 }
 
 void Scheduler::add(std::shared_ptr<Sequence> sequence) {
   sequence->state = SequenceState::kWaiting;
+  order_.note_arrival(*sequence, waiting_);
   insert_waiting(std::move(sequence));
 }
 
@@ -66,6 +76,9 @@ void Scheduler::add_entry(Batch& batch, Sequence& sequence, int32_t count) {
   entry.first = sequence.kv->length;
   entry.count = count;
   entry.samples = count == sequence.num_pending();
+  if (entry.samples) {
+    order_.note_output(sequence);
+  }
   int32_t logit_rows = entry.samples ? 1 : 0;
   if (sequence.request().capture_from >= 0) {
     entry.capture_first = sequence.num_history + sequence.request().capture_from;
@@ -90,7 +103,7 @@ void Scheduler::schedule_running(Batch& batch, bool decode) {
     }
     const Room room = ensure_pages(sequence, sequence.kv->length + count, batch);
     if (room == Room::kNone) {
-      preempt(sequence);
+      preempt(sequence, batch);
       continue;
     }
     if (room == Room::kTaken) {
@@ -105,11 +118,18 @@ int32_t Scheduler::headroom() const {
 }
 
 Residency Scheduler::place(Adapter& adapter, int32_t pages_beside, Evict evict) {
+  const bool was_placed = adapters_.is_placed(adapter);
+  // Another step begins it. One that copies pages to the host lets no upload write to them.
+  if (!was_placed && (num_loads_ == limits_.num_loads_max || is_swapping_out_)) {
+    return Residency::kLoading;
+  }
   Residency residency = adapters_.place(adapter, pages_beside, evict);
   // Where no slot is free, idle sessions cannot help.
-  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict)) {
+  const auto lacking = [&] { return adapters_.pages_of(*adapter.image) + pages_beside - pool_.num_free(); };
+  while (residency == Residency::kShort && adapters_.has_free_slot() && reclaim_idle(evict, lacking())) {
     residency = adapters_.place(adapter, pages_beside, evict);
   }
+  num_loads_ += !was_placed && adapters_.is_placed(adapter) ? 1 : 0;
   return residency;
 }
 
@@ -122,24 +142,22 @@ Residency Scheduler::try_start(Sequence& sequence) {
       return Residency::kShort;
     }
     const int32_t pages = geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size();
-    const Residency residency = place(*adapter, std::max(0, pages) + headroom());
+    Residency residency = place(*adapter, std::max(0, pages) + headroom());
+    while (residency == Residency::kShort && adapters_.has_free_slot() && running_.empty() &&
+           reclaim_waiting(&sequence)) {
+      residency = place(*adapter, std::max(0, pages) + headroom());
+    }
     if (residency != Residency::kResident) {
       sequence.num_uploads += !was_placed && adapters_.is_placed(*adapter) ? 1 : 0;
       return residency;
     }
     sequence.slot = adapters_.acquire(*adapter);
   }
-  sequence.kv->make_tail_private(geometry_, pool_);
-  // A block of headroom for each running sequence, or admitting one now would preempt one soon.
-  while (!sequence.kv->try_extend(geometry_, sequence.num_tokens()) || pool_.num_free() < headroom()) {
-    if (reclaim_idle()) {
-      continue;
-    }
+  if (!take_pages(sequence)) {
     if (sequence.slot > 0) {
       adapters_.release(sequence.slot);
     }
     sequence.slot = 0;
-    sequence.kv->truncate(geometry_, sequence.kv->length);
     return Residency::kShort;
   }
   sequence.batch_row = free_rows_.back();
@@ -147,10 +165,12 @@ Residency Scheduler::try_start(Sequence& sequence) {
   return Residency::kResident;
 }
 
-void Scheduler::start(size_t index, Batch& batch, double now) {
-  std::shared_ptr<Sequence> owner = std::move(waiting_[index]);
-  Sequence& sequence = *owner;
-  waiting_.erase(waiting_.begin() + static_cast<std::ptrdiff_t>(index));
+void Scheduler::start(Sequence& sequence, Batch& batch, double now) {
+  order_.note_start(sequence);
+  const auto held =
+      std::find_if(waiting_.begin(), waiting_.end(), [&](const auto& other) { return other.get() == &sequence; });
+  std::shared_ptr<Sequence> owner = std::move(*held);
+  waiting_.erase(held);
   const auto at =
       std::find_if(running_.begin(), running_.end(), [&](const auto& other) { return ranks_before(sequence, *other); });
   running_.insert(at, std::move(owner));
@@ -161,17 +181,27 @@ void Scheduler::start(size_t index, Batch& batch, double now) {
   if (sequence.started_ms == 0 && sequence.adapter_wanted_ms > 0) {
     sequence.result.adapter_wait_ms = now - sequence.adapter_wanted_ms;
   }
+  if (sequence.swap.num_pages > 0) {
+    swap_in(sequence, batch);
+  }
   if (sequence.num_outputs() == 0 && sequence.result.preemptions == 0) {
     sequence.result.cached_tokens = sequence.kv->length;
   }
-  add_entry(batch, sequence, rows_that_fit(batch, sequence));
+  if (const int32_t count = rows_that_fit(batch, sequence); count > 0) {
+    add_entry(batch, sequence, count);
+  }
 }
 
 void Scheduler::admit_waiting(Batch& batch, double now) {
-  for (size_t i = 0; i < waiting_.size();) {
-    Sequence& sequence = *waiting_[i];
+  bool is_held = false;  // by one before whom nobody starts any more
+  order_.begin(waiting_);
+  while (Sequence* next = order_.next(waiting_)) {
+    Sequence& sequence = *next;
+    if (is_held) {
+      note_blocked(sequence);
+      continue;
+    }
     if (is_paused(sequence)) {
-      ++i;
       continue;
     }
     if (rows_that_fit(batch, sequence) <= 0) {
@@ -179,28 +209,22 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
     }
     const Residency tried = free_rows_.empty() ? Residency::kShort : try_start(sequence);
     if (tried == Residency::kResident) {
-      start(i, batch, now);
+      start(sequence, batch, now);
     } else if (tried == Residency::kLoading) {
       if (sequence.adapter_wanted_ms == 0) {
         sequence.adapter_wanted_ms = now;
       }
       // Each time it was there others had taken the pages: those behind wait with it now.
-      if (sequence.num_uploads > kUploadsMax) {
-        is_short_ = true;
-        return;
-      }
-      ++i;
-    } else if (preempt_paused()) {
-      i = 0;  // who does not read waits; the list has changed
+      is_held = sequence.num_uploads > kUploadsMax;
+      is_short_ = is_short_ || is_held;
+    } else if (preempt_paused(batch)) {
+      order_.begin(waiting_);  // who does not read waits; the list has changed
       is_short_ = false;
     } else if (free_rows_.empty()) {
       return;
     } else {
       is_short_ = true;
-      if (!may_be_overtaken(sequence)) {
-        return;
-      }
-      ++i;
+      is_held = !may_be_overtaken(sequence);
     }
   }
 }
@@ -208,7 +232,15 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
 void Scheduler::schedule(Batch& batch, double now) {
   batch.entries.clear();
   batch.num_rows = batch.num_prefill_rows = batch.num_logit_rows = 0;
-  is_short_ = false;
+  batch.swaps_out.clear();
+  batch.swaps_in.clear();
+  for (Swap& swap : swapped_in_) {
+    swap_space_->release(swap);
+  }
+  swapped_in_.clear();
+  is_short_ = is_swapping_out_ = false;
+  num_loads_ = 0;
+  adopt_running();
   schedule_running(batch, true);
   schedule_running(batch, false);
   // What preemption or a given-up upload frees is for those who run; who lost it must not take it back at once.
@@ -216,6 +248,7 @@ void Scheduler::schedule(Batch& batch, double now) {
     admit_waiting(batch, now);
   }
   prefetch_waiting();
+  num_steps_ += batch.entries.empty() ? 0 : 1;
 }
 
 void Scheduler::finish(Sequence& sequence) {
@@ -224,6 +257,12 @@ void Scheduler::finish(Sequence& sequence) {
   MOELORA_ASSERT(at != list.end());
   const std::shared_ptr<Sequence> owner = std::move(*at);
   list.erase(at);
+  if (sequence.state == SequenceState::kWaiting) {
+    order_.note_leave(sequence);
+  }
+  if (swap_space_ != nullptr) {
+    swap_space_->release(sequence.swap);
+  }
   sequence.state = SequenceState::kFinished;
   give_back(sequence);
   if (sequence.request().session != nullptr) {
@@ -231,21 +270,10 @@ void Scheduler::finish(Sequence& sequence) {
   } else {
     sequence.kv->truncate(geometry_, 0);
   }
-}
-
-void Scheduler::audit() const {
-  size_t rows = free_rows_.size();
-  for (const auto& sequence : running_) {
-    MOELORA_ASSERT(sequence->state == SequenceState::kRunning && sequence->batch_row >= 0);
-    MOELORA_ASSERT(sequence->kv->pages.size() >= geometry_.pages(sequence->kv->length));
-    ++rows;
+  if (sequence.space != nullptr) {
+    prefix_->close_space(sequence.space);
+    sequence.space = nullptr;
   }
-  MOELORA_ASSERT(rows == static_cast<size_t>(limits_.num_sequences_max));
-  for (const auto& sequence : waiting_) {
-    MOELORA_ASSERT(sequence->state == SequenceState::kWaiting && sequence->batch_row < 0 && sequence->slot == 0);
-  }
-  MOELORA_ASSERT(std::is_sorted(running_.begin(), running_.end(),
-                                [](const auto& a, const auto& b) { return ranks_before(*a, *b); }));
 }
 
 }  // namespace moelora

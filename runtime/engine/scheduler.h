@@ -2,12 +2,12 @@
 // Who runs in the next step. Continuous batching: every running sequence in decode gets its row, prefills share the
 // rest of the token budget in chunks, waiting requests are admitted in order of (priority, arrival) while rows,
 // slots and pages last; one whose adapter is on its way to the device waits for it while those behind it go first.
-// Pure logic: no clock, no device; callers hold the engine's lock.
+// Pure logic: no clock, no device; callers hold the engine's lock. What it promises is in scheduler_limits.h.
 //
-// Pages: a sequence takes the pages of its whole prompt when it is admitted and grows by a block in decode. When the
-// pool is short, idle adapters leave, then KV of idle sessions, then uploads are given up (whose pages are back some
-// steps later), then the running sequence of lowest rank that is not yet in the batch is preempted: it gives up its
-// pages, waits and computes them anew. Thus the highest rank can always run; submit refuses what could not fit alone.
+// Pages: a sequence takes those of its prompt when it is admitted, cached blocks first, and grows by a block in decode.
+// When the pool is short, idle adapters and cached blocks leave, then KV of idle and of waiting sessions, then uploads
+// are given up (pages come back some steps later), then the running sequence of lowest rank that is not in the batch is
+// preempted: its pages' contents go to host memory and come back, or are computed anew, as is cheaper.
 #pragma once
 
 #include <cstdint>
@@ -16,31 +16,23 @@
 
 #include "runtime/adapter/adapter_cache.h"
 #include "runtime/engine/batch.h"
-#include "runtime/engine/sequence.h"
+#include "runtime/engine/fair_order.h"
+#include "runtime/engine/scheduler_limits.h"
 
 namespace moelora {
 
-struct SchedulerLimits {
-  int32_t num_sequences_max = 0, num_rows_max = 0, num_logit_rows_max = 0;
-  int32_t num_waiting_max = 0;
-  int32_t num_prefetched_max = 0;  // of those who wait
-  int32_t output_buffer_tokens = 0;
-};
-
-constexpr int32_t kOvertakenMax = 256;
-constexpr int32_t kUploadsMax = 4;                   // begun for one waiting request
-enum class Room : uint8_t { kTaken, kSoon, kNone };  // kSoon: an upload gives way. kNone: nobody does
-
 class Scheduler {
  public:
-  Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters);
-
-  [[nodiscard]] bool is_full() const { return waiting_.size() >= static_cast<size_t>(limits_.num_waiting_max); }
+  Scheduler(const SchedulerLimits& limits, const KvGeometry& geometry, PagePool& pool, AdapterCache& adapters,
+            SwapSpace* swap_space = nullptr, PrefixCache* prefix = nullptr);
   void add(std::shared_ptr<Sequence> sequence);
   void add_session(std::shared_ptr<Session> session) { sessions_.push_back(std::move(session)); }
   void remove_session(const Session& session);
   void drop_all_pages();  // of sessions, before the pool goes
-
+  [[nodiscard]] SchedulerRates& rates() { return rates_; }
+  // With early refusal: sets is_late of those who wait and cannot end in time at these rates. The caller ends them.
+  void mark_late(double now);
+  [[nodiscard]] FairShare& base_share() { return order_.base_share(); }
   // Fills `batch`; entries point into sequences that stay alive until the next call of schedule or finish.
   void schedule(Batch& batch, double now);
   // What is idle gives way to the adapter; `pages_beside` stay free, of which those who run need `headroom`.
@@ -50,14 +42,14 @@ class Scheduler {
   [[nodiscard]] bool is_short() const { return is_short_; }
   // Takes a running or waiting sequence out: slot and row go back, KV goes to its session or to the pool.
   void finish(Sequence& sequence);
-  // Drops idle adapters, then idle sessions' KV: true if something was freed.
-  bool reclaim_idle(Evict evict = Evict::kAny);
+  // Drops idle adapters and cached blocks, then idle sessions' KV: true if anything was, perhaps less than asked.
+  bool reclaim_idle(Evict evict = Evict::kAny, int32_t pages = 1);
 
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& running() const { return running_; }
   [[nodiscard]] const std::vector<std::shared_ptr<Sequence>>& waiting() const { return waiting_; }
   [[nodiscard]] size_t num_sessions() const { return sessions_.size(); }
-  [[nodiscard]] uint64_t num_preemptions() const { return num_preemptions_; }
-  [[nodiscard]] uint64_t num_sessions_evicted() const { return num_sessions_evicted_; }
+  [[nodiscard]] int64_t num_unfilled_positions() const;  // of leased blocks
+  [[nodiscard]] const SchedulerCounters& counters() const { return counters_; }
   // Re-derives page and row counts from the sequences; throws Error{kInternal}.
   void audit() const;
 
@@ -67,17 +59,21 @@ class Scheduler {
   void schedule_running(Batch& batch, bool decode);
   void admit_waiting(Batch& batch, double now);
   void prefetch_waiting();
-  // kResident: the sequence has all that it needs.
-  [[nodiscard]] Residency try_start(Sequence& sequence);
-  void start(size_t index, Batch& batch, double now);
-  // A running sequence whose reader is behind gives up everything for those who wait.
-  bool preempt_paused();
-  // Those behind a sequence that lacks a slot or pages go first, but not for ever: after kOvertakenMax tries they wait
-  // with it, unless only the host's own pins stand in its way.
-  [[nodiscard]] bool may_be_overtaken(Sequence& sequence) const;
-  [[nodiscard]] Room ensure_pages(Sequence& sequence, int32_t tokens, const Batch& batch);
+  [[nodiscard]] Residency try_start(Sequence& sequence);  // kResident: it has all that it needs
+  [[nodiscard]] bool take_pages(Sequence& sequence);
+  void adopt_running();
+  [[nodiscard]] int32_t num_reclaimable(Evict evict) const;
+  void start(Sequence& sequence, Batch& batch, double now);
+  void note_blocked(Sequence& sequence) const;
+  bool reclaim_waiting(const Sequence* wants);
+  bool preempt_paused(Batch& batch);
+  // False once those behind one that lacks a slot or pages wait with it, unless only pins stand in its way.
+  [[nodiscard]] bool may_be_overtaken(Sequence& sequence);
+  [[nodiscard]] Room ensure_pages(Sequence& sequence, int32_t tokens, Batch& batch);
   [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
-  void preempt(Sequence& sequence);
+  void preempt(Sequence& sequence, Batch& batch);
+  void swap_out(Sequence& sequence, Batch& batch);  // if it pays and there is room
+  void swap_in(Sequence& sequence, Batch& batch);
   void give_back(Sequence& sequence);
   [[nodiscard]] bool is_paused(const Sequence& sequence) const;
   void add_entry(Batch& batch, Sequence& sequence, int32_t count);
@@ -87,13 +83,18 @@ class Scheduler {
   const KvGeometry& geometry_;
   PagePool& pool_;
   AdapterCache& adapters_;
-  std::vector<std::shared_ptr<Sequence>> running_;  // in order of rank
-  std::vector<std::shared_ptr<Sequence>> waiting_;  // in order of rank
+  SwapSpace* swap_space_;  // may be null, as the next
+  PrefixCache* prefix_;
+  SchedulerRates rates_;
+  FairOrder order_;
+  std::vector<std::shared_ptr<Sequence>> running_, waiting_;  // in order of rank
   std::vector<std::shared_ptr<Session>> sessions_;
   std::vector<int32_t> free_rows_;
-  bool is_short_ = false;
+  std::vector<Swap> swapped_in_;                     // their places are read in the step before
+  bool is_short_ = false, is_swapping_out_ = false;  // in this step
+  int64_t num_steps_ = 0, num_loads_ = 0;            // loads: begun in this step
   uint64_t session_clock_ = 0;
-  uint64_t num_preemptions_ = 0, num_sessions_evicted_ = 0;
+  SchedulerCounters counters_;
 };
 
 }  // namespace moelora

@@ -8,17 +8,21 @@
 namespace moelora {
 
 // After admit_waiting. What is there already is marked first, so that none of it leaves for another; then the rest is
-// placed in order of rank. All of it is ahead of need: nothing leaves unless it makes room enough, and the pages that
-// those before will take stay free.
+// placed in the order of admission. All of it is ahead of need: nothing leaves unless it makes room enough, and the
+// pages that those before will take stay free.
 void Scheduler::prefetch_waiting() {
   adapters_.forget_wanted();
   const auto walk = [&](const auto& visit) {
     int32_t left = limits_.num_prefetched_max;
-    for (size_t i = 0; i < waiting_.size() && left > 0; ++i) {
-      Sequence& sequence = *waiting_[i];
+    order_.begin(waiting_);
+    double passed = 0;
+    while (Sequence* next = left > 0 ? order_.next(waiting_, passed) : nullptr) {
+      Sequence& sequence = *next;
+      passed = 0;
       if (is_paused(sequence)) {
         continue;
       }
+      passed = FairOrder::prompt_price(sequence);
       --left;
       if (!visit(sequence, sequence.row_scale != 0.0f ? sequence.request().adapter.get() : nullptr)) {
         return;
@@ -34,13 +38,6 @@ void Scheduler::prefetch_waiting() {
   if (is_short_) {
     return;
   }
-  const auto num_reclaimable = [&] {
-    int32_t pages = adapters_.num_unwanted_pages();
-    for (const auto& session : sessions_) {
-      pages += session->busy ? 0 : session->kv->pages.size();
-    }
-    return pages;
-  };
   int32_t pages_beside = headroom();
   walk([&](Sequence& sequence, Adapter* adapter) {
     pages_beside += std::max(0, geometry_.pages(sequence.num_tokens()) - sequence.kv->pages.size());
@@ -48,11 +45,11 @@ void Scheduler::prefetch_waiting() {
       return true;
     }
     const int32_t lacking = pages_beside + adapters_.pages_of(*adapter->image) - pool_.num_free();
-    if ((lacking > 0 && num_reclaimable() < lacking) ||
+    if ((lacking > 0 && num_reclaimable(Evict::kUnwanted) < lacking) ||
         place(*adapter, pages_beside, Evict::kUnwanted) == Residency::kShort || !adapters_.mark_wanted(*adapter)) {
       return false;
     }
-    ++sequence.num_uploads;
+    sequence.num_uploads += adapters_.is_placed(*adapter) ? 1 : 0;  // 0 while it is read from the disk
     return true;
   });
 }

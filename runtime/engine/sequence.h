@@ -12,6 +12,7 @@
 #include "runtime/engine/request.h"
 #include "runtime/engine/session.h"
 #include "runtime/engine/token_stream.h"
+#include "runtime/memory/swap_space.h"
 
 namespace moelora {
 
@@ -39,11 +40,19 @@ struct Sequence {
   int32_t num_history = 0;         // tokens before this request's prompt
   int32_t num_prompt = 0;          // history + prompt: outputs start here
   std::shared_ptr<KvSequence> kv;  // kv->length tokens are computed
+  Swap swap;                       // while it waits: its KV is in host memory
+  PrefixSpace* space = nullptr;    // of the prefix cache, from submit to finish; null without one
   int32_t slot = 0;                // adapter slot, held while running
   float row_scale = 0.0f;
   int32_t batch_row = -1;  // index of the running sequence among per-sequence device state (penalties)
   bool token_state_ready = false;
-  int32_t num_overtaken = 0;          // tries to start that failed while others behind it could go
+  int64_t blocked_at = -1;  // step in which those behind it could first go before it
+  bool is_late = false;     // cannot end before its deadline
+  bool has_paid = false;    // this and the next two: fair_order.h
+  double fair_key = 0;
+  Sequence* next_of_adapter = nullptr;
+  int32_t num_cached_seen = 0;        // tokens that a failed try to start found in the prefix cache
+  int32_t num_tries = 0;              // to start that failed for lack of pages
   int32_t num_uploads = 0;            // begun for this one while it waited
   std::vector<int32_t> suppressed;    // stop and eos tokens, banned before min_tokens
   std::unique_ptr<OutputText> stops;  // finds stop strings; null without any

@@ -186,7 +186,7 @@ void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters)
       segment_begin_[lora_.num_segments] = lora_.num_rows;
       segment_slot_[lora_.num_segments] = slot;
       ++lora_.num_segments;
-      const AdapterImage& image = adapters.image(slot);
+      const AdapterFacts& image = adapters.image(slot);
       lora_.max_rank = std::max(lora_.max_rank, ceil_div(image.max_rank, kTileRanks) * kTileRanks);
       dense_lora_bytes_ += static_cast<double>(image.dense_matrix_bytes);
       expert_lora_bytes_ += static_cast<double>(image.expert_matrix_bytes) /

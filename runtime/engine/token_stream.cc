@@ -208,6 +208,11 @@ void TokenStream::capture(int32_t position, const float* logits, float router_ga
   const std::lock_guard<std::mutex> lock(mutex_);
   if (captured_rows_ == 0) {
     captured_first_ = position;
+  } else if (position < captured_first_ + captured_rows_) {
+    return;  // computed again after a preemption
+  }
+  if (position < captured_first_ + captured_rows_) {
+    return;  // computed again after a preemption
   }
   captured_.insert(captured_.end(), logits, logits + vocab_size_);
   router_gaps_.push_back(router_gap);

@@ -7,6 +7,9 @@
 
 #include <cstddef>
 #include <memory_resource>
+#include <new>
+#include <utility>
+#include <vector>
 
 namespace moelora {
 
@@ -22,5 +25,29 @@ struct HostAllocator {
 std::pmr::memory_resource* host_memory();
 // "mimalloc", "C" or "host"; makes the choice if it was not made yet.
 const char* host_memory_name();
+
+// Bytes in host_memory() that nobody writes before they are of use: `resize` leaves what the memory held, since filling
+// a gigabyte with zeros takes longer than filling it with an adapter.
+template <class T>
+struct UninitializedAllocator {
+  using value_type = T;
+  static constexpr size_t kAlignment = 64;
+  [[nodiscard]] T* allocate(size_t count) {
+    return static_cast<T*>(host_memory()->allocate(count * sizeof(T), kAlignment));
+  }
+  void deallocate(T* memory, size_t count) noexcept {
+    host_memory()->deallocate(memory, count * sizeof(T), kAlignment);
+  }
+  template <class U>
+  void construct(U* element) noexcept {
+    ::new (static_cast<void*>(element)) U;
+  }
+  template <class U, class... Args>
+  void construct(U* element, Args&&... args) {
+    ::new (static_cast<void*>(element)) U(std::forward<Args>(args)...);
+  }
+  bool operator==(const UninitializedAllocator&) const = default;
+};
+using HostBytes = std::vector<std::byte, UninitializedAllocator<std::byte>>;
 
 }  // namespace moelora

@@ -38,6 +38,7 @@ bool PagePool::try_reserve(PageUse use, PageId* out, int32_t count) {
   }
   used_[0] -= count;
   used_[static_cast<size_t>(use)] += count;
+  num_leases_ += count;
   return true;
 }
 
@@ -47,12 +48,14 @@ void PagePool::share(const PageId* pages, int32_t count) {
     MOELORA_ASSERT(leases > 0);
     ++leases;
   }
+  num_leases_ += count;
 }
 
 void PagePool::release(const PageId* pages, int32_t count) {
   for (int32_t i = count; i-- > 0;) {
     const auto page = static_cast<size_t>(pages[i]);
     MOELORA_ASSERT(pages[i] >= 0 && pages[i] < num_pages_ && leases_[page] > 0);
+    --num_leases_;
     if (--leases_[page] > 0) {
       continue;
     }
@@ -65,17 +68,21 @@ void PagePool::release(const PageId* pages, int32_t count) {
 
 void PagePool::audit() const {
   int32_t counted[3] = {0, 0, 0};
+  int64_t leases = 0;
   for (int32_t page = 0; page < num_pages_; ++page) {
     const auto index = static_cast<size_t>(page);
     MOELORA_ASSERT((leases_[index] == 0) == (use_[index] == PageUse::kFree));
     ++counted[static_cast<size_t>(use_[index])];
+    leases += leases_[index];
   }
   for (int use = 0; use < 3; ++use) {
     MOELORA_ASSERT(counted[use] == used_[use]);
   }
-  MOELORA_ASSERT(counted[0] == num_free());
+  MOELORA_ASSERT(counted[0] == num_free() && leases == num_leases_);
+  std::vector<bool> seen(static_cast<size_t>(num_pages_));
   for (const PageId page : free_) {
-    MOELORA_ASSERT(leases_[static_cast<size_t>(page)] == 0);
+    MOELORA_ASSERT(leases_[static_cast<size_t>(page)] == 0 && !seen[static_cast<size_t>(page)]);
+    seen[static_cast<size_t>(page)] = true;
   }
 }
 
@@ -127,6 +134,18 @@ void PageLease::share_from(const PageLease& other, int32_t count) {
     pool_->share(pages_.data(), count);
   }
   size_ = count;
+}
+
+void PageLease::share_at(int32_t first, const PageId* pages, int32_t count) {
+  MOELORA_ASSERT(first <= size_ && first + count <= capacity());
+  pool_->share(pages, count);
+  const int32_t replaced = std::min(count, size_ - first);
+  if (replaced > 0) {
+    pool_->release(pages_.data() + first, replaced);
+    epoch_ = next_epoch();
+  }
+  std::copy_n(pages, count, pages_.data() + first);
+  size_ = std::max(size_, first + count);
 }
 
 }  // namespace moelora

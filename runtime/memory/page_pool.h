@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One pool of equal byte-sized pages per device, taken at open; KV blocks and LoRA weights lease pages from the same
 // free list. Nothing is set aside for either use and any free page serves. Not thread-safe: callers hold the
-// engine's lock. Invariants (audit): free + leased = total; a page's count of leases is what the leases say.
+// engine's lock. Invariants (audit): free + leased = total, each free page free once; the leases of all pages add up to
+// those that were taken and not given back.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +35,8 @@ class PagePool {
   [[nodiscard]] int32_t num_pages() const { return num_pages_; }
   [[nodiscard]] int32_t num_free() const { return static_cast<int32_t>(free_.size()); }
   [[nodiscard]] int32_t num_used(PageUse use) const { return used_[static_cast<size_t>(use)]; }
-  // Re-derives every counter; throws Error{kInternal} where one is off.
+  [[nodiscard]] int64_t num_leases() const { return num_leases_; }  // of all pages
+  // Re-derives every counter; throws Error{kInternal} where one is off. Takes memory for it.
   void audit() const;
 
  private:
@@ -45,6 +47,7 @@ class PagePool {
   std::vector<int32_t> leases_;
   std::vector<PageUse> use_;
   int32_t used_[3] = {0, 0, 0};
+  int64_t num_leases_ = 0;
 };
 
 // Move-only ownership of pages, in order. Storage for `capacity` ids is taken at construction, so that growing in a
@@ -63,6 +66,8 @@ class PageLease {
   void resize_down(int32_t size);
   // Becomes a second lease on the first `count` pages of `other`; this must be empty.
   void share_from(const PageLease& other, int32_t count);
+  // From place `first` on, at most the end, `count` further leases on `pages`; what was there goes back.
+  void share_at(int32_t first, const PageId* pages, int32_t count);
   // Of no other lease, and another one once a page has left: while it stays the same, pages are only added at the end.
   [[nodiscard]] uint64_t epoch() const { return epoch_; }
   [[nodiscard]] const PageId* data() const { return pages_.data(); }

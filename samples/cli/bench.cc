@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // moelora bench: random prompts in a closed loop of --concurrency streams (or Poisson arrivals with --rate), request i
 // with adapter i mod N. The bandwidth ceiling is measured in this process on the weights themselves, interleaved with
-// the run; its time is taken out of all others.
+// the run; its time is taken out of all others. With --trace the requests are those of bench_trace.h instead.
 #include <cmath>
 #include <cstdio>
 #include <deque>
@@ -12,7 +12,9 @@
 #include <unordered_map>
 
 #include "samples/cli/bench_report.h"
+#include "samples/cli/bench_trace.h"
 #include "samples/cli/command.h"
+#include "samples/cli/live.h"
 #include "samples/cli/progress.h"
 
 namespace moelora_cli {
@@ -31,6 +33,8 @@ struct BenchFlags {
   int64_t pairs = 11;
   bool json = false;
   bool no_warm_up = false;
+  std::vector<int64_t> adapter_counts = {0};
+  TraceFlags trace;
 };
 
 uint32_t target_bits(const std::string& targets) {
@@ -291,7 +295,21 @@ class Bench {
   double next_arrival_ = 0, paused_ms_ = 0, last_step_ms_ = -1, steps_taken_ms_ = 0;
 };
 
-int bench(BenchFlags& flags) {
+int bench(const CLI::App& command, BenchFlags& flags) {
+  if (!flags.trace.name.empty()) {
+    TraceFlags& trace = flags.trace;
+    trace.adapters = flags.adapter_counts;
+    trace.rank = flags.rank;
+    trace.targets = target_bits(flags.targets);
+    trace.json = flags.json;
+    trace.workload.rate = flags.rate > 0 ? flags.rate : trace.workload.rate;
+    trace.workload.seed = command.count("--seed") > 0 ? static_cast<uint32_t>(flags.seed) : trace.workload.seed;
+    return bench_trace(command, trace, flags.engine);
+  }
+  if (flags.adapter_counts.size() > 1) {
+    throw Failure(MOELORA_E_INVALID, "--adapters takes several numbers with --trace only");
+  }
+  flags.adapters = flags.adapter_counts.front();
   if (flags.routing != "random" && !flags.engine.random_weights) {
     throw Failure(MOELORA_E_INVALID, "--routing " + flags.routing + " needs --random-weights");
   }
@@ -300,6 +318,10 @@ int bench(BenchFlags& flags) {
   }
   const ConfigPtr config = bench_config(flags);
   const Engine engine(config.get(), flags.engine.model);
+  std::optional<LiveServer> live;
+  if (flags.engine.live) {
+    live.emplace(engine, "bench", flags.engine.model);
+  }
   const moelora_engine_info info = engine.info();
   if (flags.input + flags.output > info.max_context_tokens) {
     throw Failure(MOELORA_E_CONTEXT_LENGTH,
@@ -311,6 +333,9 @@ int bench(BenchFlags& flags) {
   }
   const BenchMeasurements& measured = run.run();
   const BenchReport report = sum_up(measured);
+  if (!flags.engine.timeline.empty()) {
+    engine.write_timeline(flags.engine.timeline);
+  }
   if (!flags.json) {
     std::printf("%s, %s weights, %d layers, %s with %d threads; %lld in, %lld out, rank %d on %s; routing %s\n",
                 info.architecture, info.dtype, info.num_layers, info.device_name, info.num_threads,
@@ -328,16 +353,20 @@ void add_bench(CLI::App& app, int* exit_code) {
   auto flags = std::make_shared<BenchFlags>();
   CLI::App* command = app.add_subcommand("bench", "Measures decode and prefill against the machine's read bandwidth");
   add_engine_flags(*command, flags->engine, true);
+  add_observe_flags(*command, flags->engine);
   command->add_flag("--random-weights", flags->engine.random_weights, "config.json is enough");
   command->add_option("--concurrency", flags->concurrency, "streams at once")->check(CLI::PositiveNumber);
-  command->add_option("--adapters", flags->adapters, "random adapters; request i uses i mod N")
+  command
+      ->add_option("--adapters", flags->adapter_counts,
+                   "random adapters; request i uses i mod N. With --trace several numbers, each measured: 0,5,2000")
+      ->delimiter(',')
       ->check(CLI::NonNegativeNumber);
   command->add_option("--rank", flags->rank, "of the adapters")->check(CLI::PositiveNumber);
   command->add_option("--targets", flags->targets)->check(CLI::IsMember({"all", "attention", "experts"}));
   command->add_option("--input", flags->input, "tokens of a prompt")->check(CLI::PositiveNumber);
   command->add_option("--output", flags->output, "tokens of an answer")->check(CLI::PositiveNumber);
   command->add_option("--requests", flags->requests, "in all; 0: one a stream")->check(CLI::NonNegativeNumber);
-  command->add_option("--rate", flags->rate, "Poisson arrivals a second instead of a closed loop")
+  command->add_option("--rate", flags->rate, "arrivals a second instead of a closed loop")
       ->check(CLI::NonNegativeNumber);
   command->add_option("--seed", flags->seed, "of prompts, arrivals and adapters");
   command
@@ -348,7 +377,8 @@ void add_bench(CLI::App& app, int* exit_code) {
   command->add_option("--ceilings", flags->pairs, "measurements of the read bandwidth")->check(CLI::Range(1, 1000));
   command->add_flag("--no-warm-up", flags->no_warm_up);
   command->add_flag("--json", flags->json, "only the JSON line");
-  command->callback([flags, exit_code] { *exit_code = bench(*flags); });
+  add_trace_options(*command, flags->trace);
+  command->callback([flags, command, exit_code] { *exit_code = bench(*command, *flags); });
 }
 
 }  // namespace moelora_cli

@@ -13,6 +13,8 @@
 namespace moelora_cli {
 namespace {
 
+constexpr int kTimelineEvents = 262144;  // 24 MB
+
 void set_option(moelora_config* config, const std::string& key, const std::string& value) {
   must(moelora_config_set_str, config, key.data(), key.size(), value.data(), value.size());
 }
@@ -40,6 +42,9 @@ ConfigPtr make_config(const EngineFlags& flags) {
   }
   if (flags.deterministic) {
     set_option(raw, "deterministic", "true");
+  }
+  if (!flags.timeline.empty()) {
+    set_option(raw, "timeline_events", std::to_string(kTimelineEvents));
   }
   for (const std::string& setting : flags.settings) {
     const size_t equals = setting.find('=');
@@ -96,6 +101,10 @@ bool Engine::has_tokenizer() const {
     std::fprintf(stderr, "no text: %s: %s\n", moelora_status_name(status), error.message);
   }
   return status == MOELORA_OK;
+}
+
+void Engine::write_timeline(const std::string& path) const {
+  must(moelora_timeline_write, engine_, path.data(), path.size());
 }
 
 std::vector<moelora_event> Queue::wait(int32_t timeout_ms) const {

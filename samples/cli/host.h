@@ -40,6 +40,8 @@ struct EngineFlags {
   int64_t threads = -1;
   bool random_weights = false;
   bool deterministic = false;
+  std::string timeline;               // file; empty: none
+  bool live = true;                   // `moelora top` may look
   std::vector<std::string> settings;  // KEY=VALUE
 };
 
@@ -65,6 +67,7 @@ class Engine {
   [[nodiscard]] moelora_engine_info info() const;
   [[nodiscard]] moelora_adapter load(const AdapterFlag& adapter) const;
   [[nodiscard]] bool has_tokenizer() const;
+  void write_timeline(const std::string& path) const;
 
  private:
   moelora_engine* engine_ = nullptr;

@@ -22,6 +22,11 @@ void add_engine_flags(CLI::App& command, EngineFlags& flags, bool model_required
   command.add_option("--set", flags.settings, "engine option KEY=VALUE; may be repeated")->allow_extra_args(false);
 }
 
+void add_observe_flags(CLI::App& command, EngineFlags& flags) {
+  command.add_option("--timeline", flags.timeline, "file for the steps, uploads and requests, as JSON for Perfetto");
+  command.add_flag("!--no-live", flags.live, "`moelora top` cannot look at this process");
+}
+
 }  // namespace moelora_cli
 
 namespace {
@@ -42,6 +47,7 @@ int main(int argc, char** argv) {
   moelora_cli::add_verify(app, &exit_code);
   moelora_cli::add_inspect(app, &exit_code);
   moelora_cli::add_bench(app, &exit_code);
+  moelora_cli::add_top(app, &exit_code);
   moelora_cli::add_tokenize(app, &exit_code);
   moelora_cli::add_detokenize(app, &exit_code);
   try {

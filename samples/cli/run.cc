@@ -13,6 +13,7 @@
 #include <unordered_map>
 
 #include "samples/cli/command.h"
+#include "samples/cli/live.h"
 #include "samples/cli/progress.h"
 #include "samples/cli/run_request.h"
 
@@ -202,6 +203,10 @@ int run(const RunFlags& flags) {
     }
   }
   const Engine engine(flags.engine);
+  std::optional<LiveServer> live;
+  if (flags.engine.live) {
+    live.emplace(engine, "run", flags.engine.model);
+  }
   const Queue queue;
   RunContext context{&engine, &queue, {}, {}, engine.has_tokenizer()};
   moelora_sampling_init(&context.defaults);
@@ -223,6 +228,9 @@ int run(const RunFlags& flags) {
     runner.run(reader, progress);
   }
   const double seconds = (now_ms() - start) / 1e3;
+  if (!flags.engine.timeline.empty()) {
+    engine.write_timeline(flags.engine.timeline);
+  }
   std::fprintf(stderr, "%zu requests, %zu failed, %zu output tokens in %.2f s, %.1f tokens/s\n", runner.done(),
                runner.failed(), runner.tokens(), seconds, static_cast<double>(runner.tokens()) / seconds);
   return runner.failed() == 0 ? 0 : 1;
@@ -234,6 +242,7 @@ void add_run(CLI::App& app, int* exit_code) {
   auto flags = std::make_shared<RunFlags>();
   CLI::App* command = app.add_subcommand("run", "Answers requests, one JSON object a line");
   add_engine_flags(*command, flags->engine, true);
+  add_observe_flags(*command, flags->engine);
   command->add_option("--input", flags->input, "file of requests; -: standard input");
   command->add_option("--output", flags->output, "file of answers; -: standard output");
   command->add_option("--adapter", flags->adapters, "NAME=DIR of an adapter; may be repeated")->allow_extra_args(false);

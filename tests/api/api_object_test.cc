@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adapters and sessions through the public API.
+#include <cmath>
 #include <fstream>
 #include <iterator>
 
@@ -153,6 +154,13 @@ TEST_CASE("adapters: clone, scale, pins, prefetch, unload") {
   CHECK(moelora_adapter_unpin(host.engine, attn, err) == MOELORA_OK);
   CHECK(moelora_adapter_unpin(host.engine, attn, err) == MOELORA_OK);
   CHECK(moelora_adapter_unpin(host.engine, attn, err) == MOELORA_E_INVALID);
+
+  CHECK(moelora_adapter_set_weight(host.engine, attn, 3.0, err) == MOELORA_OK);
+  CHECK(moelora_adapter_set_weight(host.engine, 0, 0.5, err) == MOELORA_OK);  // the base
+  for (const double weight : {0.0, -1.0, 1001.0, std::nan("")}) {
+    CHECK(moelora_adapter_set_weight(host.engine, attn, weight, err) == MOELORA_E_INVALID);
+  }
+  CHECK(moelora_adapter_set_weight(host.engine, attn + 1000, 1.0, err) == MOELORA_E_HANDLE);
 
   const moelora_adapter fresh = host.load("experts");
   moelora_queue* queue = nullptr;

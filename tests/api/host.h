@@ -48,6 +48,8 @@ struct Options {
   int64_t max_adapters_resident = 64;
   int64_t max_queued_requests = 1024;
   std::string overrun = "pause";
+  int64_t timeline_events = 0;
+  int64_t metrics_adapters = 256;
 };
 
 class Host {
@@ -64,6 +66,8 @@ class Host {
     set(config, "output_buffer_tokens", options.output_buffer_tokens);
     set(config, "max_adapters_resident", options.max_adapters_resident);
     set(config, "max_queued_requests", options.max_queued_requests);
+    set(config, "timeline_events", options.timeline_events);
+    set(config, "metrics_adapters", options.metrics_adapters);
     REQUIRE(moelora_config_set_str(config, "overrun", MOELORA_STRLEN, options.overrun.c_str(), MOELORA_STRLEN, err) ==
             MOELORA_OK);
     const moelora_status status = moelora_engine_create(config, dir.data(), dir.size(), &engine, err);

@@ -2,7 +2,8 @@
 // Where the time of a step goes on a GPU: one forward pass over random weights of a real model's shape, every op
 // between two events, the queue filled behind a delay so that launches do not show. Prints for each kind of op its
 // calls, microseconds, bytes of weights, KV and adapters that it must read, and how much of the measured read ceiling
-// that is. Layers rotate over more memory than the L2 holds.
+// that is; then the whole step as one graph and, for each kind, by how much it is shorter without it. Layers rotate
+// over more memory than the L2 holds.
 //
 //   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R]
 //
@@ -13,6 +14,7 @@
 #include <cstdio>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -23,81 +25,19 @@
 #include "runtime/memory/kv_cache.h"
 #include "runtime/model/model.h"
 #include "tests/bench/delay_cuda.h"
+#include "tests/bench/timed_ops_cuda.cuh"
 
 namespace moelora {
 namespace {
 
 constexpr int kRepeats = 9;
+constexpr int kGraphRepeats = 21;
 constexpr int32_t kBlockTokens = 16;
 
 struct Flags {
   std::string model;
   int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32;
 };
-
-// Events of one forward pass. The table of ops is plain functions, so the recorder is reached through a pointer.
-struct Recorder {
-  std::vector<cudaEvent_t> events;
-  std::vector<std::string> names;
-  size_t used = 0;
-
-  Recorder() : events(8192) {
-    for (cudaEvent_t& event : events) {
-      cudaEventCreate(&event);
-    }
-  }
-  void begin() { used = 0, names.clear(); }
-  template <class Args>
-  void around(const std::string& name, void (*op)(const Args&, Stream&), const Args& args, Stream& stream) {
-    record_event(events[used++], stream);
-    op(args, stream);
-    record_event(events[used++], stream);
-    names.push_back(name);
-  }
-};
-Recorder* recorder = nullptr;
-
-std::string linear_name(const LinearArgs& args) {
-  switch (args.parts[0].module) {
-    case LoraModule::kQ:
-      return "linear q, k, v";
-    case LoraModule::kO:
-      return "linear o";
-    case LoraModule::kRouter:
-      return "linear router";
-    case LoraModule::kNone:
-      return "linear lm_head";
-    default:
-      return "linear of the MLP";
-  }
-}
-
-Kernels timed_kernels() {
-  Kernels table = kernels_cuda();
-  table.embedding = [](const EmbeddingArgs& a, Stream& s) { recorder->around("embedding", embedding_cuda, a, s); };
-  table.rms_norm = [](const RmsNormArgs& a, Stream& s) { recorder->around("rms_norm", rms_norm_cuda, a, s); };
-  table.linear = [](const LinearArgs& a, Stream& s) { recorder->around(linear_name(a), linear_cuda, a, s); };
-  table.swiglu = [](const SwigluArgs& a, Stream& s) { recorder->around("swiglu", swiglu_cuda, a, s); };
-  table.rope_kv_write = [](const RopeKvWriteArgs& a, Stream& s) {
-    recorder->around("rope_kv_write", rope_kv_write_cuda, a, s);
-  };
-  table.paged_attention = [](const PagedAttentionArgs& a, Stream& s) {
-    recorder->around("paged_attention", paged_attention_cuda, a, s);
-  };
-  table.router_topk = [](const RouterTopkArgs& a, Stream& s) {
-    recorder->around("router_topk", router_topk_cuda, a, s);
-  };
-  table.moe_sort = [](const MoeSortArgs& a, Stream& s) { recorder->around("moe_sort", moe_sort_cuda, a, s); };
-  table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around("moe_route", moe_route_cuda, a, s); };
-  table.moe_gate_up = [](const MoeGateUpArgs& a, Stream& s) {
-    recorder->around("moe_gate_up", moe_gate_up_cuda, a, s);
-  };
-  table.moe_down = [](const MoeDownArgs& a, Stream& s) { recorder->around("moe_down", moe_down_cuda, a, s); };
-  table.moe_combine = [](const MoeCombineArgs& a, Stream& s) {
-    recorder->around("moe_combine", moe_combine_cuda, a, s);
-  };
-  return table;
-}
 
 class StepBench {
  public:
@@ -118,7 +58,6 @@ class StepBench {
     make_adapters();
     make_arrays();
     model_ = std::make_unique<Model>(config_, *weights_, table_, Compute::kBf16);
-    plain_ = std::make_unique<Model>(config_, *weights_, kernels_cuda(), Compute::kBf16);
   }
 
   void run() {
@@ -187,9 +126,9 @@ class StepBench {
     cache_ = std::make_unique<AdapterCache>(limits, *pool_, kernels_cuda(), *device_, nullptr);
     for (const auto& image : images_) {
       auto adapter = std::make_shared<Adapter>();
-      adapter->image = image;
+      adapter->image = std::make_shared<TieredImage>(image);
       cache_->add(adapter);
-      std::vector<FailedUpload> failed;
+      std::vector<FailedLoad> failed;
       while (failed.empty() && cache_->place(*adapter, 0) == Residency::kLoading) {
         cache_->poll(failed);
       }
@@ -330,19 +269,30 @@ class StepBench {
                   bytes / calls[name] / 1e6, bytes / us / 1e3, 100.0 * bytes / us * 1e6 / ceiling_);
     }
     std::printf("sum of ops %.1f us\n", total);
-    print_graph();
-  }
-
-  // The same step as one graph: what the events and launches of the table above add is not in it.
-  void print_graph() {
     if (rows_ > 64) {
       return;
     }
+    // Without an op the rest computes other values: the routing stays what it was, or there would be other work.
+    double whole = print_graph();
+    const double routing = whole - (recorder_.left_out = {kRouting}, time_graph()[kGraphRepeats / 2]);
+    whole -= routing;
+    for (const auto& [name, count] : calls) {
+      recorder_.left_out = {kRouting, name};
+      const double us = name == kRouting ? routing : whole - time_graph()[kGraphRepeats / 2];
+      std::printf("  of which %-20s %6d %10.1f %10.2f\n", name.c_str(), count, us, us / count);
+    }
+  }
+
+  // The same step as one graph: what the events and launches of the table above add is not in it. An op that is left
+  // out leaves what it wrote before, so that the others have the same work.
+  std::vector<double> time_graph() {
+    recorder_.recording_graph = true;
     device_->begin_recording(*stream_);
-    plain_->forward(input_, *workspace_, *stream_);
+    model_->forward(input_, *workspace_, *stream_);
     const std::unique_ptr<Graph> graph = device_->end_recording(*stream_);
+    recorder_.recording_graph = false;
     std::vector<double> times;
-    for (int i = 0; i < 21; ++i) {
+    for (int i = 0; i < kGraphRepeats; ++i) {
       record_event(recorder_.events[0], *stream_);
       device_->launch(*graph, *stream_);
       record_event(recorder_.events[1], *stream_);
@@ -352,7 +302,12 @@ class StepBench {
       times.push_back(static_cast<double>(ms) * 1e3);
     }
     std::sort(times.begin(), times.end());
+    return times;
+  }
+  double print_graph() {
+    const std::vector<double> times = time_graph();
     std::printf("as one graph %.1f us (%.1f to %.1f)\n", times[times.size() / 2], times.front(), times.back());
+    return times[times.size() / 2];
   }
 
   Flags flags_;
@@ -367,7 +322,7 @@ class StepBench {
   std::unique_ptr<AdapterCache> cache_;
   std::vector<std::shared_ptr<Adapter>> adapters_;
   std::vector<DeviceMemory> arrays_;
-  std::unique_ptr<Model> model_, plain_;
+  std::unique_ptr<Model> model_;
   KvGeometry geometry_;
   ForwardInput input_;
   LoraBatch lora_;

@@ -4,9 +4,13 @@
 
 import json
 import os
+import re
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
+import time
 
 MOELORA, CASES, TMP = sys.argv[1:4]
 CASE = CASES + "/qwen3_moe"
@@ -16,8 +20,15 @@ with open(CASE + "/expected.json", encoding="utf-8") as file:
 failures = []
 
 
+# A folder of this test's own, with a short name, for what `moelora top` looks at.
+RUNTIME = tempfile.mkdtemp(prefix="moelora-")
+ENVIRONMENT = {**os.environ, "XDG_RUNTIME_DIR": RUNTIME}
+MAKE_ADAPTERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../tools/make_adapters.py")
+
+
 def moelora(*arguments, stdin=""):
-    return subprocess.run([MOELORA, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
+    return subprocess.run([MOELORA, *arguments], input=stdin, capture_output=True, text=True, timeout=300,
+                          env=ENVIRONMENT)
 
 
 def check(condition, what, result=None):
@@ -228,9 +239,129 @@ def test_bench():
     check(abs(active["one"] - 2) < 1e-9 and 2.1 < active["zipf"] < active["random"], f"active experts {active}", result)
 
 
+def test_bench_trace():
+    folder = os.path.join(TMP, "trace_adapters")
+    shutil.rmtree(folder, ignore_errors=True)
+    made = subprocess.run([MAKE_ADAPTERS, "--model", MODEL, "--out", folder, "--count", "7", "--distinct", "5",
+                           "--targets", "all", "--rank", "4"], capture_output=True, text=True, timeout=60)
+    check(made.returncode == 0 and made.stdout.startswith("7 adapters, 5 of them different"), "make_adapters.py", made)
+    again = subprocess.run([MAKE_ADAPTERS, "--model", MODEL, "--out", folder, "--count", "1"], capture_output=True,
+                           text=True, timeout=60)
+    check(again.returncode == 1 and "holds adapters already" in again.stderr, "make_adapters.py overwrites",
+          again)
+    lengths = ("bench", "--model", MODEL, "--trace", "slora", "--input-range", "2,9", "--output-range", "2,6")
+    trace = (*lengths, "--rate", "200", "--duration", "0.1")
+    result = moelora(*trace, "--adapters", "0,3,7", "--repeat", "2", "--adapter-dir", folder, "--strip", "0")
+    check(result.returncode == 0, "bench --trace", result)
+    report = json.loads(result.stdout.splitlines()[-1])
+    runs = report["runs"]
+    check([(run["adapters"], run["repeat"]) for run in runs] == [(0, 0), (3, 0), (7, 0), (3, 1), (7, 1), (0, 1)],
+          "bench --trace: runs by turns, another one first in each repeat", result)
+    for run in runs:
+        check(run["finished"] == 20 and run["failed"] == 0 and run["output_tokens"] == runs[0]["output_tokens"] and
+              run["throughput"] > 0 and run["strip_throughput"] >= run["throughput"] * 0.999 and
+              0 < run["first_token_s"] <= run["latency_s"] and run["slo_attainment"] == 1 and
+              0.9 < run["satisfaction"] <= 1, f"bench --trace: metrics of {run}", result)
+        wanted = {0: 0, 3: 3, 7: 7}[run["adapters"]]
+        check(run["adapters_touched"] == wanted and run["adapter_loads"] == wanted,
+              f"bench --trace: adapters are met cold: {run}", result)
+    check([(ratio["adapters"], ratio["of"], len(ratio["each"])) for ratio in report["ratios"]] ==
+          [(3, 0, 2), (7, 0, 2), (7, 3, 2)], "bench --trace: ratios", result)
+    check("throughput with 7 adapters" in result.stdout and "% of that with 3" in result.stdout,
+          "bench --trace: the table has ratios", result)
+    result = moelora(*trace, "--adapters", "2", "--rank", "4", "--targets", "attention", "--json", "--slo", "1e-9")
+    check(result.returncode == 0 and len(result.stdout.splitlines()) == 1 and
+          json.loads(result.stdout)["runs"][0]["slo_attainment"] == 0, "bench --trace: random adapters, --slo", result)
+    plain = ("bench", "--model", MODEL, "--trace", "slora")
+    for flags, word in (((*plain, "--adapters", "8", "--adapter-dir", folder), folder + "/7"),
+                        ((*plain, "--concurrency", "2"), "--concurrency"),
+                        ((*plain, "--input-range", "9,9"), "--input-range"),
+                        ((*plain, "--output-range", "2,100000"), "context")):
+        result = moelora(*flags)
+        check(result.returncode == 1 and word in result.stderr, f"{flags} is refused", result)
+    result = moelora("bench", "--model", MODEL, "--adapters", "1,2")
+    check(result.returncode == 1 and "--trace" in result.stderr, "several --adapters need --trace", result)
+    result = moelora(*lengths, "--set", "max_queued_requests=1", "--set", "max_num_sequences=1", "--rate", "100000",
+                     "--duration", "0.001")
+    check(result.returncode == 1 and "E_OVERLOADED" in result.stdout, "bench --trace says what was refused", result)
+
+
+def test_timeline():
+    path = os.path.join(TMP, "timeline.json")
+    result = moelora("run", "--model", MODEL, *adapter("attn"), "--timeline", path,
+                     stdin=request("a", "attn", 7) + "\n" + request("b", "base", 33) + "\n")
+    check(result.returncode == 0, "run --timeline", result)
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    slices = [(tracks[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
+    check(("uploads of adapters", "attn") in slices and ("steps", "decode") in slices, "the timeline's slices", result)
+    check(sorted(event["name"] for event in events if event["ph"] == "b" and "args" in event) == ["attn", "base"],
+          "the timeline's requests", result)
+    result = moelora("run", "--model", MODEL, "--timeline", "/nowhere/at.json", stdin=request("b", "base", 1) + "\n")
+    check(result.returncode == 1 and "/nowhere/at.json" in result.stderr, "a timeline that cannot be written", result)
+
+
+def running(*arguments):
+    pipe = subprocess.PIPE
+    return subprocess.Popen([MOELORA, *arguments], stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=ENVIRONMENT)
+
+
+def test_top():
+    result = moelora("top", "--once")
+    check(result.returncode == 1 and "no running moelora" in result.stderr, "top without anything to see", result)
+    with running("run", "--model", MODEL, *adapter("attn")) as process:
+        process.stdin.write(request("a", "attn", 7) + "\n")
+        process.stdin.flush()
+        process.stdout.readline()  # it is answered, and the process waits for more
+        result = moelora("top", "--once", "--interval", "0.1")
+        check(result.returncode == 0, "top --once", result)
+        page = result.stdout.splitlines()
+        check(page[0].startswith(f"moelora run, pid {process.pid}, model, ") and "0 running, 0 waiting" in page[1] and
+              "1 in all, 0 failed" in page[1] and "1 registered, 1 on the device" in page[4], "top: the page", result)
+        check(len(page) == 8 and page[7].split()[:2] == ["attn", "1"] and page[7].split()[-1] == "yes",
+              "top: the adapter's line", result)
+        check(not re.search(r"[^\x20-\x7e\n]", result.stdout), "top: plain text where no terminal is", result)
+        folder = os.path.join(RUNTIME, "moelora")
+        check(stat.S_IMODE(os.stat(folder).st_mode) == 0o700, "top: the folder is its user's alone")
+        with running("run", "--model", MODEL) as second:
+            second.stdin.write(request("a", "base", 1) + "\n")
+            second.stdin.flush()
+            second.stdout.readline()
+            result = moelora("top", "--once")
+            check(result.returncode == 1 and str(process.pid) in result.stderr and str(second.pid) in result.stderr,
+                  "top: several to choose from", result)
+            result = moelora("top", "--once", "--interval", "0.1", "--pid", str(second.pid))
+            check(result.stdout.startswith(f"moelora run, pid {second.pid},"), "top --pid", result)
+            second.kill()  # its socket stays behind
+        result = moelora("top", "--once", "--interval", "0.1", "--adapters", "0")
+        check(result.returncode == 0 and len(result.stdout.splitlines()) == 7 - 1, "top: dead processes are no choice",
+              result)
+        process.stdin.close()
+        process.wait(timeout=60)
+    check(os.listdir(folder) == [], "top: nothing is left behind")
+    with running("run", "--model", MODEL, "--no-live") as process:
+        process.stdin.write(request("a", "base", 1) + "\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        result = moelora("top", "--once", "--pid", str(process.pid))
+        check(result.returncode == 1 and str(process.pid) in result.stderr, "--no-live", result)
+        process.stdin.close()
+    with running("bench", "--model", MODEL, "--trace", "slora", "--rate", "20", "--duration", "60", "--adapters", "3",
+                 "--rank", "4", "--input-range", "2,4", "--output-range", "2,4") as process:
+        seen = moelora("top", "--once", "--interval", "0.1")
+        until = time.monotonic() + 60
+        while seen.returncode != 0 and time.monotonic() < until:
+            seen = moelora("top", "--once", "--interval", "0.1")
+        check(seen.stdout.startswith(f"moelora bench --trace slora, pid {process.pid},") and
+              "3 registered" in seen.stdout, "top sees a bench", seen)
+        process.kill()
+
+
 for name, function in list(globals().items()):
     if name.startswith("test_"):
         print("==", name)
         function()
+shutil.rmtree(RUNTIME)
 print(f"{len(failures)} failures")
 sys.exit(1 if failures else 0)

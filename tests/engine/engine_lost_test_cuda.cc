@@ -46,8 +46,8 @@ TEST_CASE("a kernel that faults makes the engine DEVICE_LOST, and closing does n
     const auto tokens = read_all(*submission, &result);
     INFO(result.message);
     CHECK(result.status == Status::kDeviceLost);
-    // An adapter may have been on its way still.
-    CHECK((tokens.size() == 3 || (submission->request.adapter != nullptr && tokens.empty())));
+    // An adapter may have been on its way for some of the steps.
+    CHECK((tokens.size() == 3 || (submission->request.adapter != nullptr && tokens.size() < 3)));
   }
   std::string message;
   CHECK(engine->health(&message) == Status::kDeviceLost);

@@ -7,7 +7,7 @@ namespace {
 
 int64_t pages_of(const Setup& setup, const Adapter& adapter) {
   const int64_t page_bytes = setup.engine->info().page_bytes;
-  return (static_cast<int64_t>(adapter.image->stream.size()) + page_bytes - 1) / page_bytes;
+  return (static_cast<int64_t>(adapter.image->stream_bytes) + page_bytes - 1) / page_bytes;
 }
 
 int64_t kv_pages(const Setup& setup, int64_t tokens) {

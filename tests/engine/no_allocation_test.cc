@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A step allocates nothing: the C allocator and mmap of this whole process are counted on every thread that is not
-// the test's own, over 1,000 steps in which rows, lengths and adapters change, and adapters come and go in the pool.
+// the test's own, over 1,000 steps in which rows, lengths and adapters change, and adapters and cached blocks come and
+// go in the pool.
 #include <dlfcn.h>
 #include <sys/mman.h>
 
@@ -69,6 +70,8 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   options.max_num_sequences = 8;
   options.max_batch_tokens = 40;
   options.max_adapters_resident = 3;  // five adapters take turns
+  options.timeline_events = 500;      // and the oldest leave
+  options.device_memory_bytes = 4 << 20;
   const auto engine = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
   std::vector<std::shared_ptr<Adapter>> adapters = {nullptr};
   for (const char* name : {"attn", "experts", "patterns", "rslora", "experts_2d"}) {
@@ -85,6 +88,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
       for (int32_t& token : request.prompt) {
         token = static_cast<int32_t>(random() % 320);
       }
+      std::fill_n(request.prompt.begin(), std::min<size_t>(request.prompt.size(), i % 2 == 0 ? 32 : 0), 5);
       request.adapter = adapters[random() % adapters.size()];
       request.sampling.max_tokens = 1 + static_cast<int32_t>(random() % 40);
       request.sampling.ignore_eos = true;
@@ -117,6 +121,7 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   wave(30);
   const uint64_t before = engine->stats().steps;
   const uint64_t loads_before = engine->stats().adapter_loads;
+  const EngineStats stats_before = engine->stats();
   allocations = 0;
   counting = true;
   while (engine->stats().steps < before + 1000) {
@@ -125,12 +130,57 @@ TEST_CASE("1,000 steps with changing rows, lengths and adapters allocate nothing
   counting = false;
   CHECK(allocations.load() == 0);
   CHECK(engine->stats().adapter_loads > loads_before);
+  CHECK(engine->stats().prefix_hit_tokens > stats_before.prefix_hit_tokens + 1000);
+  CHECK(engine->stats().prefix_evictions > stats_before.prefix_evictions + 100);
 
   // The counter counts: a thread that allocates is seen.
   counting = true;
   std::thread([] { std::free(std::malloc(100)); }).join();
   counting = false;
   CHECK(allocations.load() > 0);
+}
+
+TEST_CASE("steps that preempt, swap and choose between adapters allocate nothing", "[engine][allocation]") {
+  is_host = true;
+  for (const bool swaps : {false, true}) {
+    EngineOptions options;
+    options.num_threads = 2;
+    options.max_num_sequences = 4;
+    options.fairness = "adapter";
+    options.early_refusal = true;
+    const auto roomy = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
+    const int64_t block_bytes = roomy->info().pages_per_block * roomy->info().page_bytes;
+    options.swap_memory_bytes = swaps ? 12 * block_bytes : 0;
+    const auto sample = load_adapter(*roomy, case_dir("qwen3_moe") + "/adapters/attn", "sample");
+    options.device_memory_bytes = static_cast<int64_t>(sample->image->stream_bytes) + 13 * block_bytes;
+    const auto engine = Engine::create(test_options(options), case_dir("qwen3_moe") + "/model");
+    const auto adapter = load_adapter(*engine, case_dir("qwen3_moe") + "/adapters/attn", "a");
+    const auto wave = [&](int32_t count) {
+      std::vector<std::shared_ptr<Submission>> submissions;
+      for (int32_t i = 0; i < count; ++i) {
+        Request request = greedy_request({i, 2, 3, 4, 5}, 60 + i);  // 5 blocks each
+        request.adapter = i % 2 == 0 ? nullptr : adapter;
+        request.deadline_ms = 600000;
+        submissions.push_back(make_submission(*engine, request));
+        engine->submit(submissions.back());
+      }
+      for (const auto& submission : submissions) {
+        CHECK(!read_all(*submission).empty());
+      }
+    };
+    wave(8);
+    const EngineStats before = engine->stats();
+    allocations = 0;
+    counting = true;
+    wave(10);
+    wave(10);
+    counting = false;
+    const EngineStats after = engine->stats();
+    INFO("swap space " << options.swap_memory_bytes);
+    CHECK(allocations.load() == 0);
+    CHECK(after.preemptions > before.preemptions);
+    CHECK((after.swaps > before.swaps) == swaps);
+  }
 }
 
 }  // namespace moelora::test

@@ -20,8 +20,8 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kFewTokens, ExpertPath::kManyTokens, ExpertPath::kManyTokensMma,
-                                 ExpertPath::kFewTokensApart};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto, ExpertPath::kFewTokens, ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;

@@ -44,7 +44,8 @@ TEST_CASE("moe_down_cuda equals the formula with and without adapters") {
        {MoeShape{0, 2, 8, 64, 48}, MoeShape{1, 1, 1, 48, 64}, MoeShape{1, 4, 8, 2880, 96}, MoeShape{5, 2, 8, 200, 48},
         MoeShape{5, 4, 60, 64, 768}, MoeShape{64, 4, 8, 64, 96}, MoeShape{64, 8, 512, 48, 64},
         MoeShape{21, 1, 3, 64, 2880, true}, MoeShape{300, 2, 8, 200, 64}, MoeShape{300, 1, 2, 64, 96, true},
-        MoeShape{2048, 2, 8, 48, 64}, MoeShape{2, 2, 3, 64, 4800}}) {
+        MoeShape{2048, 2, 8, 48, 64}, MoeShape{2, 2, 3, 64, 4800}, MoeShape{8, 4, 32, 96, 2880},
+        MoeShape{30, 4, 8, 64, 2880}, MoeShape{8, 8, 16, 2048, 768}, MoeShape{60, 2, 40, 48, 2496}}) {
     for (const Store store : {Store::kRows, Store::kTiles}) {
       if (store == Store::kTiles && shape.intermediate % 32 != 0) {
         continue;
@@ -81,7 +82,7 @@ TEST_CASE("moe_down_cuda of every number of tokens an expert") {
     return;
   }
   uint32_t seed = 1000;
-  for (const int32_t rows : {1, 16, 31, 65, 95, 128, 130, 143, 160, 176, 191, 200, 224, 240, 255, 257, 513}) {
+  for (const int32_t rows : {1, 8, 16, 30, 31, 65, 95, 128, 130, 143, 160, 176, 191, 200, 224, 240, 255, 257, 513}) {
     for (const Store store : {Store::kTiles, Store::kRows}) {
       DeviceMoe moe({rows, 1, 2, 200, 96, true}, store, true, ++seed);
       check(moe);
@@ -128,34 +129,36 @@ TEST_CASE("moe_down_cuda: base rows keep their bits, and a neighbour's adapter c
   if (gpu() == nullptr) {
     return;
   }
-  const MoeShape shape{70, 2, 4, 72, 64};
-  for (const Store store : {Store::kRows, Store::kTiles}) {
-    for (const ExpertPath path : kPaths) {
-      INFO(describe(shape, store, path));
-      DeviceMoe moe(shape, store, true, 920);
-      const auto run = [&] { return moe.by_choice(moe.run_down(path, Dtype::kF32), shape.hidden); };
-      const std::vector<float> base = run();
-      std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kDownBit, true}),
-                                           moe.draw_adapter({{16}, kDownBit}), moe.draw_adapter({{24}, kDownBit})};
-      for (auto& [key, pair] : adapters[2].experts) {
-        std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
-      }
-      moe.set_adapters(adapters, 6);
-      std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
-      std::vector<float> scales(static_cast<size_t>(shape.rows), 1.0f);
-      scales[2] = 0.0f;
-      moe.use(slots, scales);
-      const std::vector<float> before = run();
-      for (int32_t t = 0; t < shape.rows; ++t) {
-        CHECK(same_row(moe, base, before, t) == (slots[static_cast<size_t>(t)] == 0 || t == 2));
-      }
-      for (size_t t = 0; t < slots.size(); t += 5) {
-        slots[t] = slots[t] == 1 ? 3 : 1;
-      }
-      moe.use(slots, scales);
-      const std::vector<float> after = run();
-      for (int32_t t = 0; t < shape.rows; ++t) {
-        CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
+  for (const int32_t rows : {7, 28, 70}) {
+    const MoeShape shape{rows, 2, 4, 72, 64};
+    for (const Store store : {Store::kRows, Store::kTiles}) {
+      for (const ExpertPath path : kPaths) {
+        INFO(describe(shape, store, path));
+        DeviceMoe moe(shape, store, true, 920);
+        const auto run = [&] { return moe.by_choice(moe.run_down(path, Dtype::kF32), shape.hidden); };
+        const std::vector<float> base = run();
+        std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kDownBit, true}),
+                                             moe.draw_adapter({{16}, kDownBit}), moe.draw_adapter({{24}, kDownBit})};
+        for (auto& [key, pair] : adapters[2].experts) {
+          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+        }
+        moe.set_adapters(adapters, 6);
+        std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
+        std::vector<float> scales(static_cast<size_t>(shape.rows), 1.0f);
+        scales[2] = 0.0f;
+        moe.use(slots, scales);
+        const std::vector<float> before = run();
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          CHECK(same_row(moe, base, before, t) == (slots[static_cast<size_t>(t)] == 0 || t == 2));
+        }
+        for (size_t t = 0; t < slots.size(); t += 5) {
+          slots[t] = slots[t] == 1 ? 3 : 1;
+        }
+        moe.use(slots, scales);
+        const std::vector<float> after = run();
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
+        }
       }
     }
   }

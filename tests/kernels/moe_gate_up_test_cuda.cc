@@ -68,7 +68,8 @@ TEST_CASE("moe_gate_up_cuda equals the formula without adapters") {
        {MoeShape{0, 2, 8, 64, 48}, MoeShape{1, 1, 1, 64, 48}, MoeShape{1, 4, 8, 2880, 96}, MoeShape{5, 2, 8, 200, 48},
         MoeShape{5, 4, 60, 48, 768}, MoeShape{64, 4, 8, 64, 96}, MoeShape{64, 8, 512, 48, 48},
         MoeShape{21, 1, 3, 2880, 64, true}, MoeShape{300, 2, 8, 200, 64}, MoeShape{300, 1, 2, 64, 96, true},
-        MoeShape{2048, 2, 8, 64, 48}}) {
+        MoeShape{2048, 2, 8, 64, 48}, MoeShape{8, 4, 32, 2880, 96}, MoeShape{30, 4, 8, 2880, 64},
+        MoeShape{8, 8, 16, 2048, 768}, MoeShape{60, 2, 40, 2496, 48}}) {
     for (const Store store : kStores) {
       if (store == Store::kTiles && shape.hidden % 32 != 0) {
         continue;
@@ -107,7 +108,8 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
   for (const MoeShape& shape :
        {MoeShape{1, 1, 1, 64, 48}, MoeShape{5, 2, 8, 200, 48}, MoeShape{5, 4, 60, 64, 96}, MoeShape{64, 4, 8, 64, 96},
         MoeShape{33, 4, 8, 2880, 48}, MoeShape{300, 2, 8, 64, 48}, MoeShape{140, 1, 2, 64, 48, true},
-        MoeShape{3, 2, 4, 4672, 96}, MoeShape{2, 2, 3, 64, 2880}}) {
+        MoeShape{3, 2, 4, 4672, 96}, MoeShape{2, 2, 3, 64, 2880}, MoeShape{8, 4, 8, 2880, 96},
+        MoeShape{30, 4, 8, 2880, 48}}) {
     for (const Store store : {Store::kRows, Store::kTiles}) {
       if (store == Store::kTiles && shape.hidden % 32 != 0) {
         continue;
@@ -126,7 +128,8 @@ TEST_CASE("moe_gate_up_cuda of every number of tokens an expert") {
     return;
   }
   uint32_t seed = 220;
-  for (const int32_t rows : {1, 15, 32, 33, 63, 96, 97, 129, 144, 159, 161, 177, 193, 208, 223, 241, 256, 257, 520}) {
+  for (const int32_t rows :
+       {1, 8, 15, 31, 32, 33, 63, 96, 97, 129, 144, 159, 161, 177, 193, 208, 223, 241, 256, 257, 520}) {
     check_formula({rows, 1, 2, 96, 40, true}, Store::kTiles, ++seed);
     check_formula({rows, 1, 2, 72, 76, true}, Store::kRows, ++seed);
   }
@@ -161,26 +164,28 @@ TEST_CASE("moe_gate_up_cuda leaves rows without an adapter, or of scale 0, bit-e
   if (gpu() == nullptr) {
     return;
   }
-  const MoeShape shape{70, 2, 6, 96, 40};
-  for (const Store store : {Store::kRows, Store::kTiles}) {
-    for (const ExpertPath path : kPaths) {
-      for (const MoeActivation activation : kActivations) {
-        INFO(describe(shape, store, path));
-        DeviceMoe moe(shape, store, true, 500);
-        const std::vector<float> base =
-            moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
-        moe.set_adapters({moe.draw_adapter({{8, 5}, kGateBit | kUpBit, true})}, 5);
-        std::vector<int32_t> slots;
-        std::vector<float> scales;
-        for (int32_t t = 0; t < shape.rows; ++t) {
-          slots.push_back(t % 3 == 0 ? 0 : 1);
-          scales.push_back(t % 3 == 1 ? 0.0f : 1.0f);
-        }
-        moe.use(slots, scales);
-        const std::vector<float> mixed =
-            moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
-        for (int32_t t = 0; t < shape.rows; ++t) {
-          CHECK(same_row(moe, base, mixed, t) == (t % 3 != 2));
+  for (const int32_t rows : {7, 28, 70}) {
+    const MoeShape shape{rows, 2, 6, 96, 40};
+    for (const Store store : {Store::kRows, Store::kTiles}) {
+      for (const ExpertPath path : kPaths) {
+        for (const MoeActivation activation : kActivations) {
+          INFO(describe(shape, store, path));
+          DeviceMoe moe(shape, store, true, 500);
+          const std::vector<float> base =
+              moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
+          moe.set_adapters({moe.draw_adapter({{8, 5}, kGateBit | kUpBit, true})}, 5);
+          std::vector<int32_t> slots;
+          std::vector<float> scales;
+          for (int32_t t = 0; t < shape.rows; ++t) {
+            slots.push_back(t % 3 == 0 ? 0 : 1);
+            scales.push_back(t % 3 == 1 ? 0.0f : 1.0f);
+          }
+          moe.use(slots, scales);
+          const std::vector<float> mixed =
+              moe.by_choice(moe.run_gate_up(path, activation, Dtype::kF32), shape.intermediate);
+          for (int32_t t = 0; t < shape.rows; ++t) {
+            CHECK(same_row(moe, base, mixed, t) == (t % 3 != 2));
+          }
         }
       }
     }
@@ -191,30 +196,32 @@ TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes 
   if (gpu() == nullptr) {
     return;
   }
-  const MoeShape shape{70, 2, 4, 64, 48};
-  for (const Store store : {Store::kRows, Store::kTiles}) {
-    for (const ExpertPath path : kPaths) {
-      INFO(describe(shape, store, path));
-      DeviceMoe moe(shape, store, false, 600);
-      std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kGateBit | kUpBit}),
-                                           moe.draw_adapter({{16}, kGateBit | kUpBit, true}),
-                                           moe.draw_adapter({{24}, kGateBit | kUpBit})};
-      for (auto& [key, pair] : adapters[2].experts) {
-        std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
-      }
-      moe.set_adapters(adapters, 6);
-      std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
-      moe.use(slots, {});
-      const std::vector<float> before =
-          moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
-      for (size_t t = 0; t < slots.size(); t += 5) {
-        slots[t] = slots[t] == 1 ? 3 : 1;
-      }
-      moe.use(slots, {});
-      const std::vector<float> after =
-          moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
-      for (int32_t t = 0; t < shape.rows; ++t) {
-        CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
+  for (const int32_t rows : {7, 28, 70}) {
+    const MoeShape shape{rows, 2, 4, 64, 48};
+    for (const Store store : {Store::kRows, Store::kTiles}) {
+      for (const ExpertPath path : kPaths) {
+        INFO(describe(shape, store, path));
+        DeviceMoe moe(shape, store, false, 600);
+        std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kGateBit | kUpBit}),
+                                             moe.draw_adapter({{16}, kGateBit | kUpBit, true}),
+                                             moe.draw_adapter({{24}, kGateBit | kUpBit})};
+        for (auto& [key, pair] : adapters[2].experts) {
+          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+        }
+        moe.set_adapters(adapters, 6);
+        std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
+        moe.use(slots, {});
+        const std::vector<float> before =
+            moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+        for (size_t t = 0; t < slots.size(); t += 5) {
+          slots[t] = slots[t] == 1 ? 3 : 1;
+        }
+        moe.use(slots, {});
+        const std::vector<float> after =
+            moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
+        }
       }
     }
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_pages and write_pages: exact bytes to the right pages, the tail of the last page and all others untouched.
+// copy_pages, write_pages and read_pages: exact bytes to the right pages, the tail of the last page and all others
+// untouched.
 #include "kernels/memory/page_copy.h"
 
 #include "tests/support/backends.h"
@@ -44,6 +45,26 @@ TEST_CASE("write_pages spreads a byte stream over pages and leaves the rest") {
                 source[static_cast<size_t>(at)]);
       }
       CHECK(pool.guard_intact());
+    }
+  }
+}
+
+TEST_CASE("read_pages gathers pages to a byte stream and writes no more") {
+  Stream stream(2, kTestScratchBytes);
+  for (const Kernels* kernels : backends()) {
+    for (const int64_t bytes : {int64_t{0}, int64_t{1}, kPageBytes, 3 * kPageBytes - 1000}) {
+      INFO(kernels->name << " bytes=" << bytes);
+      Draw draw(5);
+      const std::vector<std::byte> pool = random_bytes(draw, 6 * kPageBytes);
+      const PoisonedBytes target(3 * kPageBytes);
+      const std::vector<int32_t> pages = {4, 0, 3};
+      kernels->read_pages({pool.data(), kPageBytes, target.data(), bytes, pages.data()}, stream);
+      for (int64_t at = 0; at < 3 * kPageBytes; ++at) {
+        const auto from =
+            static_cast<size_t>(pages[static_cast<size_t>(at / kPageBytes)] * kPageBytes + at % kPageBytes);
+        REQUIRE(target.data()[at] == (at < bytes ? pool[from] : std::byte{0xFF}));
+      }
+      CHECK(target.guard_intact());
     }
   }
 }

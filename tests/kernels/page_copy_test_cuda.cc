@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// copy_pages_cuda and write_pages_cuda: exact bytes to the right pages, the tail of the last page and all others
-// untouched, with pages of a size that no block's share divides. Without a GPU it says that it was skipped.
+// copy_pages_cuda, write_pages_cuda and read_pages_cuda: exact bytes to the right pages, the tail of the last page and
+// all others untouched, with pages of a size that no block's share divides. Without a GPU it says that it was skipped.
 #include "kernels/memory/page_copy.h"
 
 #include "tests/support/device_buffer.cuh"
@@ -41,6 +41,32 @@ TEST_CASE("write_pages_cuda spreads a byte stream over pages and leaves the rest
       write_pages_cuda({pool.as<std::byte>(), kPage, source.data(), bytes, pages.data()}, *gpu()->stream);
       CHECK(pool.read<std::byte>() == expected);
       CHECK(pool.guard_intact());
+    }
+  }
+}
+
+TEST_CASE("read_pages_cuda gathers pages to a byte stream and writes no more") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  constexpr int64_t kPage = 4096;
+  for (const std::vector<int32_t>& pages :
+       {std::vector<int32_t>{4, 0, 3}, std::vector<int32_t>{2, 3, 4}, std::vector<int32_t>{5, 1, 2}}) {
+    for (const int64_t bytes : {int64_t{0}, int64_t{1}, kPage, 3 * kPage - 1000, 3 * kPage}) {
+      INFO("bytes=" << bytes << " first page " << pages[0]);
+      Draw draw(5);
+      const std::vector<std::byte> before = random_bytes(draw, 6 * kPage);
+      const DeviceBuffer pool(before);
+      std::vector<std::byte> target(3 * kPage, std::byte{0xFF});
+      std::vector<std::byte> expected = target;
+      for (int64_t at = 0; at < bytes; ++at) {
+        expected[static_cast<size_t>(at)] =
+            before[static_cast<size_t>(pages[static_cast<size_t>(at / kPage)] * kPage + at % kPage)];
+      }
+      read_pages_cuda({pool.as<std::byte>(), kPage, target.data(), bytes, pages.data()}, *gpu()->stream);
+      gpu()->device->synchronize(*gpu()->stream);
+      CHECK(target == expected);
+      CHECK(pool.read<std::byte>() == before);
     }
   }
 }

@@ -156,7 +156,7 @@ void Simulation::load(int64_t number, int64_t name, int64_t granules, int64_t pe
   made->key.num_pages =
       static_cast<int32_t>((static_cast<int64_t>(image->stream.size()) + page_bytes - 1) / page_bytes);
   made->key.scale = static_cast<float>(permille) / 1000.0f;
-  made->adapter = engine_->register_adapter("a" + std::to_string(name), std::move(image), made->key.scale, true);
+  made->adapter = engine_->register_adapter(std::to_string(name), std::move(image), made->key.scale, true);
   names_[name] = made;
   adapters_.push_back(made);
   check(engine_->find_adapter(made->adapter->name) == made->adapter, "another adapter has the name");

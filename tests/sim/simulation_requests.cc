@@ -207,7 +207,9 @@ void Simulation::check_result(const SimRequest& request, const RequestResult& re
       break;
     case FinishReason::kDeadline: {
       const double deadline = request.submission->deadline_at_ms;
-      is_right = is_right && deadline > 0 && deadline <= step_begun_ms_ && deadline > step_before_ms_;
+      const bool is_over = deadline <= step_begun_ms_ && deadline > step_before_ms_;
+      const bool is_refused = shape_.refuses_early && deadline > step_begun_ms_;
+      is_right = is_right && deadline > 0 && (is_over || is_refused);
       break;
     }
     case FinishReason::kError:

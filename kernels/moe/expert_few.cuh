@@ -1,0 +1,359 @@
+// SPDX-License-Identifier: Apache-2.0
+// Expert products of at most 8 rows, so that an expert has at most 8 tokens and they are one operand of an mma. A block
+// takes a contiguous share of all (active expert, row tile). Its 8 warps are KW ranges of k beside 8 / KW row tiles;
+// a warp keeps the tokens' part of its range in registers for as long as the expert stays the same, and has a place in
+// shared memory for each block of its range, which is filled again, by asynchronous copies from the next row tile, as
+// soon as it was read: nothing but weights is read on the way, and no warp waits for another but every kSlots row
+// tiles, when the partial sums meet in shared memory and are added in the order of the warps. A token's bits depend on
+// its own row, k and its adapter.
+// Tables of pointers are read before the wait for the kernel ahead.
+// H200, six layers of the gpt-oss shape as one graph, by this and by expert_decode.cuh: 1 row 598 us (677), with an
+// adapter 705 (731), 8 rows with 8 adapters 1,023 (1,178); of Qwen3-30B-A3B 451 (474), with an adapter 548 (584).
+// Tried: twice the shared memory for partial sums, so that one barrier is enough (1 row 752 us instead of 632: less L1
+// is left beside it, and the SM has to run empty before it changes that share, see prefer_shared); moe_down's first
+// weights asked into the L2 at the end of moe_gate_up (637 us instead of 632); the next weights in registers instead of
+// shared memory (gpt-oss shape, 1 row, gate_up 26.6 us): loads share six scoreboards, so that a wait for one is a wait
+// for younger ones.
+#pragma once
+
+#include <algorithm>
+
+#include "kernels/moe/expert_decode.cuh"
+
+namespace moelora {
+namespace few {
+
+constexpr int kRowsMax = 8;
+constexpr int kPairsMax = 64;
+constexpr int kExpertsMax = 256;
+constexpr int kWarps = 8;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kBlocksPerSm = 2;
+
+// What the weights of an expert are found by.
+struct Pointers {
+  const void* low;
+  const void* high;  // rows: second matrix; tiles: scales
+};
+
+// This lane's view of a warp's range of k of a row tile: copy() starts block i of it on its way.
+template <bool GATE_UP>
+struct RowsRange {
+  using Source = RowsSource<GATE_UP>;
+  static constexpr int kSlots = 4;  // row tiles between two barriers
+  template <int KW>
+  static constexpr int kBlocks = KW == 8 ? 4 : 3;  // that fit into registers
+  static constexpr int kTileRows = GATE_UP ? 8 : 16;
+  static __device__ __forceinline__ Pointers pointers(const ExpertGemm& p, int expert) {
+    return {p.low[expert], p.high[expert]};
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const Pointers& pointers, int tile, int begin) {
+    const int g = lane_index() / 4;
+    const int t = lane_index() % 4;
+    const int64_t n_low = kTileRows * tile + g;
+    const int64_t n_high = GATE_UP ? n_low : n_low + 8;
+    const int64_t row_chunks = p.k / 8;
+    const int chunk = 8 * begin + t;
+    low_ = static_cast<const uint4*>(pointers.low) + n_low * p.low_step * row_chunks + chunk;
+    high_ = static_cast<const uint4*>(pointers.high) + n_high * p.high_step * row_chunks + chunk;
+  }
+  __device__ __forceinline__ void advance(const ExpertGemm& p, int tiles) {
+    low_ += static_cast<int64_t>(tiles * kTileRows * p.low_step) * (p.k / 8);
+    high_ += static_cast<int64_t>(tiles * kTileRows * p.high_step) * (p.k / 8);
+  }
+  __device__ __forceinline__ void copy(std::byte* stage, int i) const {
+    uint4* to = reinterpret_cast<uint4*>(stage) + lane_index();
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      async_copy16(to + 64 * c, low_ + 8 * i + 4 * c);
+      async_copy16(to + 64 * c + 32, high_ + 8 * i + 4 * c);
+    }
+  }
+
+ private:
+  const uint4* low_;
+  const uint4* high_;
+};
+
+template <bool GATE_UP>
+struct TilesRange {
+  using Source = TilesSource<GATE_UP>;
+  static constexpr int kSlots = 8;
+  template <int KW>
+  static constexpr int kBlocks = KW == 8 ? 6 : 4;
+  static __device__ __forceinline__ Pointers pointers(const ExpertGemm& p, int expert) {
+    return {p.low[expert], p.scales[expert]};
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const Pointers& pointers, int tile, int begin) {
+    const int64_t groups = (p.k_blocks + 3) / 4;
+    data_ = static_cast<const uint4*>(pointers.low) + (int64_t{tile} * p.k_blocks + begin) * 32 + lane_index();
+    scales_ = static_cast<const uint32_t*>(pointers.high) + tile * groups * 32 + lane_index() / 4 * 4;
+    begin_ = static_cast<uint32_t>(begin);
+  }
+  __device__ __forceinline__ void advance(const ExpertGemm& p, int tiles) {
+    data_ += tiles * p.k_blocks * 32;
+    scales_ += tiles * ((p.k_blocks + 3) / 4) * 32;
+  }
+  __device__ __forceinline__ void copy(std::byte* stage, int i) const {
+    const uint32_t b = begin_ + static_cast<uint32_t>(i);
+    async_copy16(stage + 16 * lane_index(), data_ + 32 * i);
+    async_copy4(stage + 512 + 4 * lane_index(), scales_ + (b / 4 * 32 + b % 4));  // four blocks share a cache line
+  }
+
+ private:
+  const uint4* data_;
+  const uint32_t* scales_;
+  uint32_t begin_;
+};
+
+// The pairs of a step, as moe_route left them.
+struct Order {
+  int num_active;
+  int expert[kPairsMax];  // active ones
+  int begin[kPairsMax];   // of their pairs
+  int end[kPairsMax];
+  int row[kPairsMax];  // of x
+};
+
+template <class Range, int KW>
+struct Shared {
+  static constexpr int kBlocks = Range::template kBlocks<KW>;
+  alignas(16) std::byte weights[kWarps][kBlocks][Range::Source::kStageBytes];
+  float4 partial[Range::kSlots][KW][32];
+  Pointers pointers[kExpertsMax];
+  int expert_begin[kExpertsMax + 1];
+  Order order;
+  int first;  // of the block's share
+  int last;
+};
+
+// By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago.
+template <class Shared>
+__device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, int num_experts, Shared& s) {
+  const int i = static_cast<int>(threadIdx.x);
+  int expert = 0;
+  if (i < num_pairs) {
+    s.order.row[i] = p.x_by_pair ? i : __ldcg(p.order.pair_row + i);
+  }
+  if (i == kThreads - 1) {
+    s.order.num_active = __ldcg(p.order.num_active);
+  }
+  const bool may_be_active = i < min(num_pairs, num_experts);
+  if (may_be_active) {
+    expert = __ldcg(p.order.active_experts + i);
+  }
+  for (int e = i; e <= num_experts; e += kThreads) {
+    s.expert_begin[e] = __ldcg(p.order.expert_begin + e);
+  }
+  __syncthreads();
+  if (i == kThreads - 1) {
+    const auto total = static_cast<uint32_t>(s.order.num_active * p.row_tiles);
+    s.first = static_cast<int>(total * blockIdx.x / gridDim.x);
+    s.last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+  }
+  if (may_be_active && i < s.order.num_active) {
+    s.order.expert[i] = expert;
+    s.order.begin[i] = s.expert_begin[expert];
+    s.order.end[i] = s.expert_begin[expert + 1];
+  }
+  __syncthreads();
+}
+
+// A row tile of the share of a block.
+struct Place {
+  int index;  // of the active expert
+  int tile;
+  __device__ __forceinline__ Place(int at, int row_tiles) : index(at / row_tiles), tile(at - index * row_tiles) {}
+};
+
+// This lane's chunks of the tokens of an expert in the range of k that begins with block `begin`. Where there is no
+// token the first one stands in: what that gives reaches its own column alone, and nobody stores that. Chunks past the
+// last one repeat it: their weights are zeros.
+template <int BLOCKS>
+__device__ __forceinline__ void load_tokens(uint4 (&x)[BLOCKS][2], const ExpertGemm& p, const Order& order, int index,
+                                            int begin) {
+  const int pair = order.begin[index] + lane_index() / 4;
+  const int64_t row = order.row[pair < order.end[index] ? pair : order.begin[index]];
+  const auto* token = reinterpret_cast<const uint4*>(p.x + row * p.x_stride);
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      x[i][c] = __ldcg(token + min(8 * (begin + i) + 4 * c + lane_index() % 4, p.k / 8 - 1));
+    }
+  }
+}
+
+// Starts the first row tile's blocks on their way. Every block closes a group of copies, so that groups count blocks.
+template <class Range, int BLOCKS>
+__device__ __forceinline__ void start_copies(std::byte (&stages)[BLOCKS][Range::Source::kStageBytes],
+                                             const Range& range, int count) {
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    if (i < count) {
+      range.copy(stages[i], i);
+    }
+    async_commit();
+  }
+}
+
+// One row tile's share of this warp: its sums over the blocks of its range. Where there is `more`, a block's place is
+// filled again once it was read, from `range`, which is a row tile ahead.
+template <class Range, int BLOCKS>
+__device__ __forceinline__ float4 multiply(std::byte (&stages)[BLOCKS][Range::Source::kStageBytes],
+                                           const uint4 (&x)[BLOCKS][2], const Range& range, int count, bool more) {
+  float acc[2][4] = {};
+#pragma unroll
+  for (int i = 0; i < BLOCKS; ++i) {
+    async_wait<BLOCKS - 1>();  // the oldest is there
+    if (i < count) {
+      typename Range::Source::Block w;
+      Range::Source::fetch(w, stages[i]);
+      uint4 low[2];
+      uint4 high[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        Range::Source::chunk(w, c, low[c], high[c]);
+      }
+      if (more) {
+        range.copy(stages[i], i);
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        mma_chunk(acc[c], low[c], high[c], x[i][c]);
+      }
+    }
+    async_commit();
+  }
+  return make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
+}
+
+// Adds up the partial sums of a row tile and stores it, by a warp.
+template <bool GATE_UP, int KW, bool LORA>
+__device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const ExpertGemm& p, const Order& order,
+                                       const Place& place, const float2& bias) {
+  float sum[4] = {};
+#pragma unroll
+  for (int part = 0; part < KW; ++part) {
+    const float4 added = partial[part][lane_index()];
+    sum[0] += added.x;
+    sum[1] += added.y;
+    sum[2] += added.z;
+    sum[3] += added.w;
+  }
+  const int pair = order.begin[place.index];
+  const int end = order.end[place.index];
+  if (LORA) {
+    add_deltas<GATE_UP>(sum, p, place.tile, pair, end);
+  }
+  finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
+}
+
+// LORA: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but the deltas
+// was complete then.
+template <bool GATE_UP, class Range, int KW, bool LORA>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts) {
+  constexpr int kBlocks = Range::template kBlocks<KW>;
+  constexpr int kSlots = Range::kSlots;
+  constexpr int kTileWarps = kWarps / KW;
+  extern __shared__ uint4 dynamic_shared[];
+  auto& s = *reinterpret_cast<Shared<Range, KW>*>(dynamic_shared);
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
+    s.pointers[e] = Range::pointers(p, e);
+  }
+  if (!LORA) {
+    wait_for_previous();
+  }
+  let_next_start();
+  load_order(p, num_pairs, num_experts, s);
+  const int part = warp_index() % KW;
+  const int begin = p.k_blocks * part / KW;
+  const int count = p.k_blocks * (part + 1) / KW - begin;
+  auto& stages = s.weights[warp_index()];
+  const int last = s.last;
+  int group = s.first;
+  int at = group + warp_index() / KW;
+  int index = -1;  // of the active expert whose weights come
+  Range range;
+  if (at < last) {
+    const Place place(at, p.row_tiles);
+    index = place.index;
+    range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
+  }
+  start_copies(stages, range, at < last ? count : 0);
+  uint4 x[kBlocks][2];
+  int index_of_x = -1;
+#pragma unroll 1
+  for (; group < last; group += kSlots) {
+#pragma unroll 1
+    for (; at < min(group + kSlots, last); at += kTileWarps) {
+      if (index != index_of_x) {
+        index_of_x = index;
+        load_tokens(x, p, s.order, index, begin);
+      }
+      const bool more = at + kTileWarps < last;
+      if (at + kTileWarps < (index + 1) * p.row_tiles) {
+        range.advance(p, kTileWarps);
+      } else if (more) {
+        const Place place(at + kTileWarps, p.row_tiles);
+        index = place.index;
+        range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
+      }
+      s.partial[at - group][part][lane_index()] = multiply<Range>(stages, x, range, count, more);
+    }
+    const int own = group + warp_index();
+    const bool finishes = warp_index() < kSlots && own < last;
+    const Place finished(min(own, last - 1), p.row_tiles);
+    const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[finished.index], finished.tile);
+    if (LORA) {
+      wait_for_previous();  // the deltas are there
+    }
+    __syncthreads();  // the partial sums of all warps are there
+    if (finishes) {
+      finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, finished, bias);
+    }
+    if (group + kSlots < last) {
+      __syncthreads();  // the sums are read
+    }
+  }
+  if (LORA) {
+    wait_for_previous();  // also in a block without a share: its end must mean that all before it has ended
+  }
+  async_wait<0>();
+}
+
+template <bool GATE_UP, class Range, int KW, bool LORA>
+void launch_of(const ExpertGemm& p, int num_pairs, int num_experts, const CudaStream& state) {
+  constexpr auto kKernel = expert_few_kernel<GATE_UP, Range, KW, LORA>;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<Range, KW>)),
+             "shared memory of the expert product");
+  const int64_t tiles = int64_t{std::min(num_pairs, num_experts)} * p.row_tiles;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, int64_t{state.num_sms} * kBlocksPerSm));
+  launch_dependent(kKernel, dim3(grid), kThreads, sizeof(Shared<Range, KW>), state, p, num_pairs, num_experts);
+}
+template <bool GATE_UP, class Range, int KW>
+void launch(const ExpertGemm& p, int num_pairs, int num_experts, const CudaStream& state) {
+  p.lora.row_slot != nullptr ? launch_of<GATE_UP, Range, KW, true>(p, num_pairs, num_experts, state)
+                             : launch_of<GATE_UP, Range, KW, false>(p, num_pairs, num_experts, state);
+}
+
+}  // namespace few
+
+// False where this kernel cannot: nothing was launched.
+template <bool GATE_UP, bool TILES>
+bool launch_expert_few(const ExpertGemm& p, int num_rows, int num_pairs, int num_experts, const CudaStream& state) {
+  using Range = std::conditional_t<TILES, few::TilesRange<GATE_UP>, few::RowsRange<GATE_UP>>;
+  if (num_rows > few::kRowsMax || num_pairs > few::kPairsMax || num_experts > few::kExpertsMax ||
+      (!TILES && (p.k % 64 != 0 || p.rows % 16 != 0)) || p.k_blocks > 8 * Range::template kBlocks<8>) {
+    return false;
+  }
+  if (p.k_blocks <= 4 * Range::template kBlocks<4>) {
+    few::launch<GATE_UP, Range, 4>(p, num_pairs, num_experts, state);
+  } else {
+    few::launch<GATE_UP, Range, 8>(p, num_pairs, num_experts, state);
+  }
+  return true;
+}
+
+}  // namespace moelora

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of ops of step_bench: every op between two events, or with some kinds left out.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "tests/bench/delay_cuda.h"
+
+namespace moelora {
+
+constexpr const char* kRouting = "moe_route";
+
+// Events of one forward pass. The table of ops is plain functions, so the recorder is reached through a pointer.
+struct Recorder {
+  std::vector<cudaEvent_t> events;
+  std::vector<std::string> names;
+  size_t used = 0;
+  bool recording_graph = false;    // no events then
+  std::set<std::string> left_out;  // kinds of ops
+
+  Recorder() : events(8192) {
+    for (cudaEvent_t& event : events) {
+      cudaEventCreate(&event);
+    }
+  }
+  void begin() { used = 0, names.clear(); }
+  template <class Args>
+  void around(const std::string& name, void (*op)(const Args&, Stream&), const Args& args, Stream& stream) {
+    if (recording_graph) {
+      if (!left_out.contains(name)) {
+        op(args, stream);
+      }
+      return;
+    }
+    record_event(events[used++], stream);
+    op(args, stream);
+    record_event(events[used++], stream);
+    names.push_back(name);
+  }
+};
+inline Recorder* recorder = nullptr;
+
+inline std::string linear_name(const LinearArgs& args) {
+  switch (args.parts[0].module) {
+    case LoraModule::kQ:
+      return "linear q, k, v";
+    case LoraModule::kO:
+      return "linear o";
+    case LoraModule::kRouter:
+      return "linear router";
+    case LoraModule::kNone:
+      return "linear lm_head";
+    default:
+      return "linear of the MLP";
+  }
+}
+
+inline Kernels timed_kernels() {
+  Kernels table = kernels_cuda();
+  table.embedding = [](const EmbeddingArgs& a, Stream& s) { recorder->around("embedding", embedding_cuda, a, s); };
+  table.rms_norm = [](const RmsNormArgs& a, Stream& s) { recorder->around("rms_norm", rms_norm_cuda, a, s); };
+  table.linear = [](const LinearArgs& a, Stream& s) { recorder->around(linear_name(a), linear_cuda, a, s); };
+  table.swiglu = [](const SwigluArgs& a, Stream& s) { recorder->around("swiglu", swiglu_cuda, a, s); };
+  table.rope_kv_write = [](const RopeKvWriteArgs& a, Stream& s) {
+    recorder->around("rope_kv_write", rope_kv_write_cuda, a, s);
+  };
+  table.paged_attention = [](const PagedAttentionArgs& a, Stream& s) {
+    recorder->around("paged_attention", paged_attention_cuda, a, s);
+  };
+  table.router_topk = [](const RouterTopkArgs& a, Stream& s) {
+    recorder->around("router_topk", router_topk_cuda, a, s);
+  };
+  table.moe_sort = [](const MoeSortArgs& a, Stream& s) { recorder->around("moe_sort", moe_sort_cuda, a, s); };
+  table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around(kRouting, moe_route_cuda, a, s); };
+  table.moe_gate_up = [](const MoeGateUpArgs& a, Stream& s) {
+    recorder->around("moe_gate_up", moe_gate_up_cuda, a, s);
+  };
+  table.moe_down = [](const MoeDownArgs& a, Stream& s) { recorder->around("moe_down", moe_down_cuda, a, s); };
+  table.moe_combine = [](const MoeCombineArgs& a, Stream& s) {
+    recorder->around("moe_combine", moe_combine_cuda, a, s);
+  };
+  return table;
+}
+
+}  // namespace moelora
