@@ -93,6 +93,9 @@ class AdapterCache {
   void tell_uploads(std::function<void(const Adapter&, double)> told) { told_ = std::move(told); }
   [[nodiscard]] int32_t num_uploading() const { return uploader_.num_begun(); }
   [[nodiscard]] bool is_loading() const { return !uploader_.is_empty() || host_.is_reading(); }
+  // Some upload, some read from disk has not ended yet.
+  [[nodiscard]] bool is_uploader_working() { return uploader_.is_working(); }
+  [[nodiscard]] bool is_reader_working() { return host_.is_reader_working(); }
   void stop_loading();
 
   [[nodiscard]] AdapterTable table() const;

@@ -151,7 +151,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   adapters = std::make_unique<AdapterCache>(
       AdapterCacheLimits{info.max_adapters_resident, config.num_layers, config.num_experts,
                          options.upload_bytes_per_second, static_cast<uint64_t>(options.host_memory_bytes), &config},
-      *pool, *kernels, *device, [this] { note_upload(); });
+      *pool, *kernels, *device, [this] { wake(); });
   const SchedulerLimits limits{info.max_num_sequences,
                                info.max_batch_tokens,
                                logit_rows,
@@ -222,14 +222,6 @@ void Engine::Parts::wake() {
     woken = true;
   }
   work.notify_all();
-}
-
-void Engine::Parts::note_upload() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    ++uploads_ended;
-  }
-  wake();
 }
 
 Engine::Engine() = default;

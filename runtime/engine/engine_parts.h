@@ -55,7 +55,6 @@ class Engine::Parts {
   // One turn: false if there was nothing to run.
   bool step();
   void wake();
-  void note_upload();  // on the loader's thread: one has ended
   // Under the lock. Throws the failure, if there was one: then nothing runs any more.
   void check_alive() const;
   void audit_parts() const;  // under the lock; throws Error{kInternal}
@@ -98,7 +97,6 @@ class Engine::Parts {
   bool collect_adapters = false;
   int64_t trim_pages = -1;
   uint64_t arrivals = 0;
-  uint64_t uploads_ended = 0;
   uint64_t probes_wanted = 0, probes_done = 0;
   double probe_bandwidth = 0;
   std::vector<StepRecord> records;  // ring

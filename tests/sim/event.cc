@@ -19,11 +19,13 @@ const std::array<Kind, kNumEventTypes>& kinds() {
   static const std::array<Kind, kNumEventTypes> table = {{
       {"step", {"microseconds"}},  // that have passed before it
       {"submit",
-       {"request", "adapter", "permille", "text", "prompt", "own", "max_tokens", "priority", "deadline_ms", "flags"}},
-      {"turn", {"request", "session", "text", "prompt", "own", "max_tokens", "priority", "deadline_ms", "flags"}},
+       {"request", "adapter", "permille", "text", "prompt", "own", "max_tokens", "priority", "deadline_ms", "flags",
+        "salt"}},
+      {"turn",
+       {"request", "session", "text", "prompt", "own", "max_tokens", "priority", "deadline_ms", "flags", "salt"}},
       {"cancel", {"request", "drop_turn"}},
       {"read", {"request", "tokens"}},
-      {"load", {"adapter", "name", "granules", "permille"}},  // replaces whoever has the name
+      {"load", {"adapter", "name", "granules", "permille", "folder"}},  // replaces whoever has the name
       {"clone", {"adapter", "name", "source", "permille"}},
       {"unload", {"adapter", "if_idle"}},
       {"pin", {"adapter"}},
@@ -35,6 +37,7 @@ const std::array<Kind, kNumEventTypes>& kinds() {
       {"close", {"session"}},
       {"trim", {"permille"}},  // of the pool
       {"upload", {"fails"}},   // the next chunk on its way arrives
+      {"disk", {"fails"}},     // the next adapter on its way to host memory does
       {"settle", {"close_all"}},
   }};
   return table;

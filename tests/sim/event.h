@@ -29,10 +29,14 @@ enum class EventType : uint8_t {
   kClose,
   kTrim,
   kUpload,
+  kDisk,
   kSettle,
 };
-constexpr size_t kNumEventTypes = 18;
-constexpr size_t kNumFieldsMax = 10;
+constexpr size_t kNumEventTypes = 19;
+constexpr size_t kNumFieldsMax = 11;
+
+// Salts from here on are used once.
+constexpr int64_t kOwnSalt = 1000;
 
 // How a request is made and read: bits of the field `flags`.
 enum RequestFlags : int64_t {

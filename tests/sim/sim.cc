@@ -9,6 +9,8 @@
 #include <filesystem>
 #include <fstream>
 
+#include <fmt/format.h>
+
 #include "tests/sim/workload.h"
 
 namespace moelora::sim {
@@ -98,26 +100,18 @@ class ModelDir {
 };
 
 void print(const Shape& shape, uint64_t seed, const SimTotals& totals, double seconds) {
-  std::printf(
-      "%-8s seed %llu, %lld pages: %llu events (%.0f/s), %llu steps, %llu rows, %llu requests, %llu refused, "
-      "%llu tokens\n",
-      shape.name.c_str(), static_cast<unsigned long long>(seed), static_cast<long long>(shape.num_pages),
-      static_cast<unsigned long long>(totals.events), static_cast<double>(totals.events) / seconds,
-      static_cast<unsigned long long>(totals.steps), static_cast<unsigned long long>(totals.rows),
-      static_cast<unsigned long long>(totals.requests), static_cast<unsigned long long>(totals.refused),
-      static_cast<unsigned long long>(totals.tokens));
-  std::printf(
-      "         stop %llu, length %llu, cancelled %llu, deadline %llu, error %llu; loads %llu (%llu fail), "
-      "evictions %llu, hits %llu, preemptions %llu, sessions evicted %llu; settled %llu; longest wait: %llu idle "
-      "steps, %llu without a token\n",
-      static_cast<unsigned long long>(totals.ends[1]), static_cast<unsigned long long>(totals.ends[2]),
-      static_cast<unsigned long long>(totals.ends[3]), static_cast<unsigned long long>(totals.ends[4]),
-      static_cast<unsigned long long>(totals.ends[5]), static_cast<unsigned long long>(totals.loads),
-      static_cast<unsigned long long>(totals.uploads_failed), static_cast<unsigned long long>(totals.evictions),
-      static_cast<unsigned long long>(totals.hits), static_cast<unsigned long long>(totals.preemptions),
-      static_cast<unsigned long long>(totals.sessions_evicted), static_cast<unsigned long long>(totals.settled),
-      static_cast<unsigned long long>(totals.idle_steps_max),
-      static_cast<unsigned long long>(totals.steps_without_token_max));
+  fmt::print("{:8} seed {}, {} pages: {} events ({:.0f}/s), {} steps, {} rows, {} requests, {} refused, {} tokens\n",
+             shape.name, seed, shape.num_pages, totals.events, static_cast<double>(totals.events) / seconds,
+             totals.steps, totals.rows, totals.requests, totals.refused, totals.tokens);
+  fmt::print("         ends: stop {}, length {}, cancelled {}, deadline {}, error {}; settled {}\n", totals.ends[1],
+             totals.ends[2], totals.ends[3], totals.ends[4], totals.ends[5], totals.settled);
+  fmt::print(
+      "         loads {} ({} fail), evictions {}, hits {}; preemptions {}, sessions evicted {}; prefix: {} tokens "
+      "found, {} blocks evicted\n",
+      totals.loads, totals.uploads_failed, totals.evictions, totals.hits, totals.preemptions, totals.sessions_evicted,
+      totals.prefix_hit_tokens, totals.prefix_evictions);
+  fmt::print("         longest wait: {} idle steps, {} without a token\n", totals.idle_steps_max,
+             totals.steps_without_token_max);
   std::fflush(stdout);
 }
 
@@ -132,15 +126,13 @@ struct Place {
 Place place;
 
 void print_fault(const char* what) {
-  std::printf("FAULT at event %lld: %s\n  %s\n  again: sim --shape %s --pages %lld --slots %lld --audit-every %lld ",
-              static_cast<long long>(place.number), to_json(place.event).c_str(), what, place.shape.name.c_str(),
-              static_cast<long long>(place.shape.num_pages), static_cast<long long>(place.shape.slots),
-              static_cast<long long>(place.options->audit_every));
+  fmt::print("FAULT at event {}: {}\n  {}\n  again: sim --shape {} --pages {} --slots {} --audit-every {} ",
+             place.number, to_json(place.event), what, place.shape.name, place.shape.num_pages, place.shape.slots,
+             place.options->audit_every);
   if (place.options->replay.empty()) {
-    std::printf("--seed %llu --events %lld\n", static_cast<unsigned long long>(place.seed),
-                static_cast<long long>(std::min(place.number + 1, place.options->events)));
+    fmt::print("--seed {} --events {}\n", place.seed, std::min(place.number + 1, place.options->events));
   } else {
-    std::printf("--replay %s\n", place.options->replay.c_str());
+    fmt::print("--replay {}\n", place.options->replay);
   }
   std::fflush(stdout);
 }

@@ -55,11 +55,11 @@ void Simulation::apply(const Event& event) {
       }
       break;
     case EventType::kLoad:
-      load(at[0], at[1], at[2], at[3], nullptr);
+      load(at[0], at[1], at[2], at[3], at[4] != 0, nullptr);
       break;
     case EventType::kClone:
       if (const auto source = find(adapters_, at[2])) {
-        load(at[0], at[1], 0, at[3], source.get());
+        load(at[0], at[1], 0, at[3], false, source.get());
       }
       break;
     case EventType::kUnload:
@@ -110,6 +110,11 @@ void Simulation::apply(const Event& event) {
         upload(at[0] != 0);
       }
       break;
+    case EventType::kDisk:
+      if (engine_->has_read()) {
+        read_disk(at[0] != 0);
+      }
+      break;
     case EventType::kSettle:
       settle(at[0] != 0);
       break;
@@ -137,26 +142,37 @@ void Simulation::step(int64_t microseconds) {
 }
 
 void Simulation::upload(bool fails) {
-  totals_.uploads_failed += fails ? 1 : 0;
+  totals_.loads_failed += fails ? 1 : 0;
   engine_->let_upload_pass(fails);
 }
 
-void Simulation::load(int64_t number, int64_t name, int64_t granules, int64_t permille, const SimAdapter* source) {
+void Simulation::read_disk(bool fails) {
+  totals_.loads_failed += fails ? 1 : 0;
+  engine_->let_read_pass(fails);
+}
+
+void Simulation::load(int64_t number, int64_t name, int64_t granules, int64_t permille, bool has_folder,
+                      const SimAdapter* source) {
   auto made = std::make_shared<SimAdapter>();
   made->number = number;
   const int64_t page_bytes = engine_->info().page_bytes;
-  std::shared_ptr<const AdapterImage> image;
+  std::shared_ptr<TieredImage> image;
   if (source != nullptr) {
     image = source->adapter->image;
     made->key.image = source->key.image;
   } else {
     made->key.image = static_cast<uint64_t>(number) + 1;
-    image = make_image(made->key.image, static_cast<int32_t>(granules), page_bytes);
+    image = std::make_shared<TieredImage>(
+        make_image(made->key.image, static_cast<int32_t>(granules), page_bytes, has_folder));
   }
-  made->key.num_pages =
-      static_cast<int32_t>((static_cast<int64_t>(image->stream.size()) + page_bytes - 1) / page_bytes);
+  made->key.num_pages = static_cast<int32_t>((static_cast<int64_t>(image->stream_bytes) + page_bytes - 1) / page_bytes);
   made->key.scale = static_cast<float>(permille) / 1000.0f;
-  made->adapter = engine_->register_adapter(std::to_string(name), std::move(image), made->key.scale, true);
+  try {
+    made->adapter = engine_->register_adapter(std::to_string(name), std::move(image), made->key.scale, true);
+  } catch (const Error& error) {
+    check(error.status() == Status::kNomem && shape_.host_granules > 0, error.what());
+    return;
+  }
   names_[name] = made;
   adapters_.push_back(made);
   check(engine_->find_adapter(made->adapter->name) == made->adapter, "another adapter has the name");
@@ -248,12 +264,17 @@ void Simulation::settle(bool close_all) {
     }
   }
   engine_->trim(0);
-  const auto is_busy = [&] { return !active_.empty() || engine_->has_upload() || num_prefetches_ > 0; };
+  const auto is_busy = [&] {
+    return !active_.empty() || engine_->has_upload() || engine_->has_read() || num_prefetches_ > 0;
+  };
   const size_t most = (active_.size() + 1) * static_cast<size_t>(shape_.context) * 4;
   for (size_t steps = 0; is_busy(); ++steps) {
     check(steps < most, "does not settle: " + std::to_string(active_.size()) + " requests are left");
     for (size_t i = active_.size(); i-- > 0;) {
       read(*active_[i], SIZE_MAX);
+    }
+    if (engine_->has_read()) {
+      read_disk(false);
     }
     if (engine_->has_upload()) {
       upload(false);
@@ -265,7 +286,7 @@ void Simulation::settle(bool close_all) {
   step(0);
   check(engine_->parts().pool->num_free() == shape_.num_pages, "pages are lost");
   check(engine_->parts().adapters->num_resident() == 0, "an adapter stayed");
-  check(!close_all || engine_->parts().adapters->host_bytes() == 0, "host copies stayed");
+  check(!close_all || engine_->parts().adapters->host().bytes == 0, "host copies stayed");
   audit_all();
 }
 

@@ -38,7 +38,7 @@ struct SimAdapter {
 // An image whose last adapter was unloaded: it goes with its last user.
 struct SimUnloaded {
   uint64_t image = 0;
-  std::weak_ptr<const AdapterImage> memory;
+  std::weak_ptr<const TieredImage> memory;
   uint64_t unused_since = 0;  // step; 0 = it is used
 };
 
@@ -61,9 +61,10 @@ struct SimRequest {
   Text text;  // history, prompt, and what was delivered
   size_t num_history = 0, num_prompt = 0, tokens_max = 0;
   uint64_t seed = 0;
+  int64_t salt = 0;
   size_t num_delivered = 0, num_read = 0;
-  uint64_t num_failed_uploads = 0;  // of all, when it was submitted
-  double cancelled_ms = 0;          // when that was asked; 0 = not
+  uint64_t num_failed_loads = 0;  // of all, when it was submitted
+  double cancelled_ms = 0;        // when that was asked; 0 = not
   bool drops_turn = false, is_slow = false, has_ended = false;
   size_t place = 0;  // in Simulation::active()
 };
@@ -71,8 +72,10 @@ struct SimRequest {
 struct SimTotals {
   uint64_t events = 0, steps = 0, rows = 0, requests = 0, refused = 0, tokens = 0;
   uint64_t ends[6] = {};  // by FinishReason
+  uint64_t prefix_hit_tokens = 0, prefix_evictions = 0;
+  uint64_t disk_loads = 0, host_evictions = 0, swaps = 0;
   uint64_t loads = 0, evictions = 0, hits = 0, preemptions = 0, sessions_evicted = 0;
-  uint64_t uploads_failed = 0, settled = 0, idle_steps_max = 0, steps_without_token_max = 0;
+  uint64_t loads_failed = 0, settled = 0, idle_steps_max = 0, steps_without_token_max = 0;
 };
 
 class Simulation {
@@ -91,6 +94,7 @@ class Simulation {
   [[nodiscard]] const std::vector<std::shared_ptr<SimAdapter>>& adapters() const { return adapters_; }
   [[nodiscard]] const std::vector<std::shared_ptr<SimSession>>& sessions() const { return sessions_; }
   [[nodiscard]] bool has_upload() const { return engine_->has_upload(); }
+  [[nodiscard]] bool has_read() const { return engine_->has_read(); }
   [[nodiscard]] const Shape& shape() const { return shape_; }
   [[nodiscard]] SimTotals totals() const;
 
@@ -101,7 +105,9 @@ class Simulation {
   void submit(const Event& event, bool is_turn);
   void enter(std::unique_ptr<SimRequest> request);
   void cancel(SimRequest& request, bool drop_turn);
-  void load(int64_t number, int64_t name, int64_t granules, int64_t permille, const SimAdapter* source);
+  // A fresh image, or that of `source`.
+  void load(int64_t number, int64_t name, int64_t granules, int64_t permille, bool has_folder,
+            const SimAdapter* source);
   void unload(const std::shared_ptr<SimAdapter>& adapter, bool if_idle);
   void pin(SimAdapter& adapter, int64_t count);
   void open_session(int64_t number, const std::shared_ptr<SimAdapter>& adapter, int64_t permille);
@@ -109,6 +115,7 @@ class Simulation {
   void rollback(SimSession& session, int64_t permille);
   void close_session(const std::shared_ptr<SimSession>& session);
   void upload(bool fails);
+  void read_disk(bool fails);
 
   // What the engine has told since.
   void collect_events();

@@ -24,7 +24,7 @@ void Simulation::audit_all() {
   }
 }
 
-// Slots, pages and the host's copy are given up two steps after the last user has gone at the latest, or once an upload
+// Slots, pages and the host's copy are given up two steps after the last user has gone at the latest, or once what is
 // on its way has ended.
 void Simulation::check_unloaded() {
   std::erase_if(unloaded_, [&](SimUnloaded& one) {
@@ -32,9 +32,9 @@ void Simulation::check_unloaded() {
       return true;
     }
     const auto has_it = [&](const auto& user) { return user->key.image == one.image; };
-    const bool is_used = engine_->has_upload() || std::any_of(adapters_.begin(), adapters_.end(), has_it) ||
-                         std::any_of(sessions_.begin(), sessions_.end(), has_it) ||
-                         std::any_of(active_.begin(), active_.end(), has_it);
+    const bool is_used =
+        engine_->has_upload() || engine_->has_read() || std::any_of(adapters_.begin(), adapters_.end(), has_it) ||
+        std::any_of(sessions_.begin(), sessions_.end(), has_it) || std::any_of(active_.begin(), active_.end(), has_it);
     one.unused_since = is_used ? 0 : one.unused_since == 0 ? totals_.steps : one.unused_since;
     check(is_used || totals_.steps < one.unused_since + 3,
           "image " + std::to_string(one.image) + " was unloaded and stays");
@@ -56,7 +56,7 @@ void Simulation::check_counters() const {
 
 // Where nothing is on its way and somebody could run alone, somebody does.
 bool Simulation::must_progress() const {
-  if (engine_->has_upload()) {
+  if (engine_->has_upload() || engine_->has_read()) {
     return false;
   }
   int64_t pinned_pages = 0;
@@ -141,6 +141,11 @@ SimTotals Simulation::totals() const {
   totals.hits = stats.adapter_hits;
   totals.preemptions = stats.preemptions;
   totals.sessions_evicted = stats.sessions_evicted;
+  totals.prefix_hit_tokens = stats.prefix_hit_tokens;
+  totals.prefix_evictions = stats.prefix_evictions;
+  totals.swaps = stats.swaps;
+  totals.disk_loads = engine_->parts().adapters->host().loads;
+  totals.host_evictions = engine_->parts().adapters->host().evictions;
   totals.rows = stats.prompt_tokens + stats.output_tokens;
   return totals;
 }

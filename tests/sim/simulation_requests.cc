@@ -68,6 +68,8 @@ void Simulation::submit(const Event& event, bool is_turn) {
   request.priority = static_cast<int32_t>(field(7));
   request.deadline_ms = static_cast<uint64_t>(field(8));
   const int64_t flags = field(9);
+  made->salt = field(10);
+  request.cache_salt = made->salt == 0 ? "" : "salt " + std::to_string(made->salt);
   made->is_slow = (flags & kSlowReader) != 0;
   request.sampling.temperature = (flags & kTemperature) != 0 ? 1.0f : 0.0f;
   request.sampling.presence_penalty = (flags & kPenalty) != 0 ? 0.5f : 0.0f;
@@ -110,7 +112,7 @@ void Simulation::enter(std::unique_ptr<SimRequest> request) {
   check(!is_long && pages <= shape_.num_pages, "a request that can never fit was taken");
   check(made.adapter == nullptr || !made.adapter->is_unloaded, "an unloaded adapter took a request");
   ++totals_.requests;
-  made.num_failed_uploads = totals_.uploads_failed;
+  made.num_failed_loads = totals_.loads_failed;
   for (const int32_t token : made.submission->request.prompt) {
     made.text.stamps.push_back(next_stamp(made.text.stamps, token, made.key));
     made.text.tokens.push_back(token);
@@ -194,6 +196,9 @@ void Simulation::check_result(const SimRequest& request, const RequestResult& re
   bool is_right = result.output_tokens == static_cast<int32_t>(num_outputs) &&
                   result.prompt_tokens == static_cast<int32_t>(request.num_prompt - request.num_history) &&
                   result.seed == request.seed && result.cached_tokens < static_cast<int32_t>(request.num_prompt);
+  if (request.salt >= kOwnSalt) {  // of nobody else
+    is_right = is_right && result.cached_tokens <= static_cast<int32_t>(request.num_history);
+  }
   switch (result.finish) {
     case FinishReason::kStop:
       is_right = is_right && may_stop && (has_stop || last == kEosToken) && result.stop_index == (has_stop ? 0 : -1);
@@ -214,8 +219,8 @@ void Simulation::check_result(const SimRequest& request, const RequestResult& re
     }
     case FinishReason::kError:
       is_right = is_right && (shape_.fails_on_overrun ? result.status == Status::kOverrun && request.is_slow : false);
-      is_right = is_right || (result.status == SimulatedEngine::kUploadFailure && request.key.image != 0 &&
-                              request.num_failed_uploads < totals_.uploads_failed);
+      is_right = is_right || (result.status == SimulatedEngine::kLoadFailure && request.key.image != 0 &&
+                              request.num_failed_loads < totals_.loads_failed);
       break;
     case FinishReason::kNone:
       is_right = false;

@@ -10,6 +10,7 @@
 
 #include "kernels/kernels.h"
 #include "runtime/engine/step_input.h"
+#include "tests/sim/simulated_engine.h"
 
 namespace moelora {
 namespace sim {
@@ -22,6 +23,7 @@ struct Step {
   const int32_t* token_ids = nullptr;
   const LoraBatch* lora = nullptr;
   const int32_t* logit_rows = nullptr;
+  int32_t num_rows = 0;
   std::vector<Stamp> stamps;  // of rows
 };
 Step step;
@@ -111,7 +113,9 @@ int32_t sample(Stamp stamp, bool with_temperature, uint64_t seed, uint64_t draw,
   return token;
 }
 
+// A step takes the longer the more rows it has; pages go to the host now fast, now slowly.
 void sample_tokens(const SampleTokensArgs& args, Stream&) {
+  pass_time(0.1 + 0.01 * step.num_rows);
   for (int32_t i = 0; i < args.num_rows; ++i) {
     const SampleRow& row = args.rows[i];
     SampleOutput& output = args.outputs[i];
@@ -121,7 +125,13 @@ void sample_tokens(const SampleTokensArgs& args, Stream&) {
   }
 }
 
+void read_pages(const ReadPagesArgs& args, Stream& stream) {
+  pass_time(1e-6 * static_cast<double>(args.bytes) * static_cast<double>(1 + step.num_rows % 4));
+  read_pages_cpu(args, stream);
+}
+
 void embedding(const EmbeddingArgs& args, Stream&) {
+  step.num_rows = args.num_rows;
   step.token_ids = args.token_ids;
   step.stamps.resize(std::max(step.stamps.size(), static_cast<size_t>(args.num_rows)));
 }
@@ -138,9 +148,13 @@ void linear(const LinearArgs& args, Stream&) {
 
 }  // namespace
 
-std::shared_ptr<const AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes) {
+std::shared_ptr<const AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes, bool has_folder) {
   auto made = std::make_shared<AdapterImage>();
   made->stream.resize(static_cast<size_t>(granules) * kGranuleBytes);
+  made->stream_bytes = made->stream.size();
+  made->file_bytes = made->stream.size();
+  made->fingerprint = image;
+  made->dir = has_folder ? "image " + std::to_string(image) : "";
   made->max_rank = kTileRanks;
   const auto stride = static_cast<size_t>(page_bytes);
   const uint64_t num_pages = (made->stream.size() + stride - 1) / stride;
@@ -203,6 +217,7 @@ const Kernels& kernels_reference() {
       .sample_tokens = sim::sample_tokens,
       .copy_pages = copy_pages_cpu,
       .write_pages = write_pages_cpu,
+      .read_pages = sim::read_pages,
       .fill_random = nothing,
       .read_memory = nothing,
       .lora_resolve = nullptr,

@@ -123,7 +123,7 @@ Event Workload::request_event(const Simulation& simulation) {
   const int64_t number = num_requests_++;
   const int64_t text = zipf() % 16;
   const int64_t prompt = std::min(random_.geometric(shape_.prompt_mean), shape_.context + 4);
-  const int64_t own = random_.chance(500) ? random_.below(prompt + 1) : prompt;
+  const int64_t own = random_.chance(600) ? random_.below(std::min<int64_t>(prompt, 12) + 1) : prompt;
   const int64_t most = std::min(random_.geometric(shape_.output_mean), shape_.context);
   const int64_t priority = random_.chance(900) ? 0 : random_.below(5) - 2;
   const int64_t deadline = random_.chance(900) ? 0 : random_.geometric(60);
@@ -131,10 +131,11 @@ Event Workload::request_event(const Simulation& simulation) {
   for (const int64_t flag : {kTemperature, kPenalty, kStopToken, kMinTokens, kCapture}) {
     flags |= random_.chance(60) ? flag : 0;
   }
+  const int64_t salt = random_.chance(800) ? 0 : random_.chance(500) ? kOwnSalt + number : 1 + random_.below(2);
   const auto& sessions = simulation.sessions();
   if (!sessions.empty() && random_.chance(300)) {
     const auto& session = sessions[static_cast<size_t>(random_.below(static_cast<int64_t>(sessions.size())))];
-    return {EventType::kTurn, {number, session->number, text, prompt, own, most, priority, deadline, flags}};
+    return {EventType::kTurn, {number, session->number, text, prompt, own, most, priority, deadline, flags, salt}};
   }
   int64_t adapter = -1;
   if (random_.chance(850)) {
@@ -145,7 +146,8 @@ Event Workload::request_event(const Simulation& simulation) {
       return load_event(name);
     }
   }
-  return {EventType::kSubmit, {number, adapter, some_permille(), text, prompt, own, most, priority, deadline, flags}};
+  return {EventType::kSubmit,
+          {number, adapter, some_permille(), text, prompt, own, most, priority, deadline, flags, salt}};
 }
 
 Event Workload::some_adapter_event(const Simulation& simulation) {
