@@ -103,14 +103,15 @@ void print(const Shape& shape, uint64_t seed, const SimTotals& totals, double se
   fmt::print("{:8} seed {}, {} pages: {} events ({:.0f}/s), {} steps, {} rows, {} requests, {} refused, {} tokens\n",
              shape.name, seed, shape.num_pages, totals.events, static_cast<double>(totals.events) / seconds,
              totals.steps, totals.rows, totals.requests, totals.refused, totals.tokens);
-  fmt::print("         ends: stop {}, length {}, cancelled {}, deadline {}, error {}; settled {}\n", totals.ends[1],
+  fmt::print("  ends: stop {}, length {}, cancelled {}, deadline {}, error {}; settled {}\n", totals.ends[1],
              totals.ends[2], totals.ends[3], totals.ends[4], totals.ends[5], totals.settled);
+  fmt::print("  adapters: {} loads ({} fail), {} evictions, {} hits; {} read from disk, {} host copies evicted\n",
+             totals.loads, totals.loads_failed, totals.evictions, totals.hits, totals.disk_loads,
+             totals.host_evictions);
   fmt::print(
-      "         loads {} ({} fail), evictions {}, hits {}; preemptions {}, sessions evicted {}; prefix: {} tokens "
-      "found, {} blocks evicted\n",
-      totals.loads, totals.uploads_failed, totals.evictions, totals.hits, totals.preemptions, totals.sessions_evicted,
-      totals.prefix_hit_tokens, totals.prefix_evictions);
-  fmt::print("         longest wait: {} idle steps, {} without a token\n", totals.idle_steps_max,
+      "  {} preemptions, {} of them to the host; {} sessions evicted; {} tokens found cached, {} blocks evicted\n",
+      totals.preemptions, totals.swaps, totals.sessions_evicted, totals.prefix_hit_tokens, totals.prefix_evictions);
+  fmt::print("  longest wait: {} idle steps, {} without a token\n", totals.idle_steps_max,
              totals.steps_without_token_max);
   std::fflush(stdout);
 }

@@ -35,6 +35,8 @@ const std::vector<Shape>& shapes() {
     many.sessions = 64;
     many.active = 160;
     many.prefetched = 8;
+    many.folders = 900;
+    many.host_granules = 3000;
     // Pages of 128 KiB, four to a block.
     Shape groups = small;
     groups.name = "groups";
@@ -42,6 +44,7 @@ const std::vector<Shape>& shapes() {
     groups.num_pages = 256;
     groups.granules_max = 640;
     groups.asynchronous = true;
+    groups.swap_pages = 64;
     Shape talk = small;
     talk.name = "talk";
     talk.sessions = 40;
@@ -52,7 +55,28 @@ const std::vector<Shape>& shapes() {
     overrun.name = "overrun";
     overrun.fails_on_overrun = true;
     overrun.asynchronous = true;
-    return std::vector<Shape>{small, beside, tight, many, groups, talk, overrun};
+    // Preempted requests go to host memory, adapters take turns, and who would be late is refused.
+    Shape swap = tight;
+    swap.name = "swap";
+    swap.num_pages = 64;
+    swap.swap_pages = 48;
+    swap.is_fair = true;
+    swap.prefix_cache = false;
+    Shape fair = small;
+    fair.name = "fair";
+    fair.num_pages = 160;
+    fair.swap_pages = 256;
+    fair.is_fair = true;
+    fair.refuses_early = true;
+    fair.asynchronous = true;
+    // Host memory for a tenth of the adapters.
+    Shape tiers = small;
+    tiers.name = "tiers";
+    tiers.names = 200;
+    tiers.folders = 970;
+    tiers.host_granules = 240;
+    tiers.zipf = 0.7;
+    return std::vector<Shape>{small, beside, tight, many, groups, talk, overrun, swap, fair, tiers};
   }();
   return all;
 }
@@ -113,7 +137,9 @@ void Workload::choose_phase() {
 }
 
 Event Workload::load_event(int64_t name) {
-  Event event{EventType::kLoad, {num_adapters_, name, random_.geometric(shape_.granules_max / 3), some_permille()}};
+  Event event{EventType::kLoad,
+              {num_adapters_, name, random_.geometric(shape_.granules_max / 3), some_permille(),
+               random_.chance(shape_.folders) ? 1 : 0}};
   event.fields[2] = std::min(event.fields[2], shape_.granules_max);
   loaded_[static_cast<size_t>(name)] = num_adapters_++;
   return event;
@@ -207,6 +233,9 @@ Event Workload::next(const Simulation& simulation) {
   }
   if (simulation.has_upload() && random_.chance(phase_.upload)) {
     return {EventType::kUpload, {random_.chance(5) ? 1 : 0}};
+  }
+  if (simulation.has_read() && random_.chance(phase_.upload)) {
+    return {EventType::kDisk, {random_.chance(5) ? 1 : 0}};
   }
   const auto& active = simulation.active();
   const auto num_active = static_cast<int64_t>(active.size());
