@@ -75,15 +75,16 @@ int64_t Scheduler::num_unfilled_positions() const {
   return positions;
 }
 
-// Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all).
+// Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all), or
+// before it for the host to unpin what keeps them out.
 bool Scheduler::reclaim_waiting(const Sequence* wants) {
+  bool is_before = false;
   for (size_t i = waiting_.size(); i-- > 0;) {
-    if (waiting_[i].get() == wants) {
-      if (!limits_.is_fair_by_adapter) {
-        return false;
-      }
-    } else if (waiting_[i]->kv->pages.size() > 0) {
-      waiting_[i]->kv->truncate(geometry_, 0);
+    const Sequence& held = *waiting_[i];
+    if (&held == wants) {
+      is_before = !limits_.is_fair_by_adapter;
+    } else if (held.kv->pages.size() > 0 && (!is_before || waits_for_pins(held))) {
+      held.kv->truncate(geometry_, 0);
       ++counters_.sessions_evicted;
       return true;
     }
