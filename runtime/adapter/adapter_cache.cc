@@ -125,6 +125,17 @@ void AdapterCache::note_start(Adapter& adapter, bool is_first) {
   entry.is_fresh = false;
 }
 
+PinnedShare AdapterCache::pinned() const {
+  PinnedShare share;
+  for (const Slot& slot : slots_) {
+    if (slot.image != nullptr && is_pinned(*slot.image)) {
+      ++share.slots;
+      share.pages += slot.num_pages;
+    }
+  }
+  return share;
+}
+
 bool AdapterCache::can_place(const Adapter& adapter) const {
   return adapter.image->slot > 0 || !free_slots_.empty() ||
          std::any_of(slots_.begin() + 1, slots_.end(), [](const Slot& slot) { return !is_pinned(*slot.image); });

@@ -26,6 +26,11 @@ namespace moelora {
 // kLoading: on its way from disk or host memory, or next for a loader; ask again. kShort: slots or pages are short now.
 enum class Residency : uint8_t { kResident, kLoading, kShort };
 
+// Of images on the device, or on their way there.
+struct PinnedShare {
+  int32_t slots = 0, pages = 0;
+};
+
 struct AdapterCacheLimits {
   int32_t num_resident_max = 0;
   int32_t num_layers = 0;
@@ -78,6 +83,9 @@ class AdapterCache {
   void release(int32_t slot);
   // False if every slot is held by another adapter that the host has pinned.
   [[nodiscard]] bool can_place(const Adapter& adapter) const;
+  // What cannot leave because the host has pinned it; whether the adapter's image is part of that.
+  [[nodiscard]] PinnedShare pinned() const;
+  [[nodiscard]] bool is_pinned(const Adapter& adapter) const { return is_placed(adapter) && is_pinned(*adapter.image); }
   // Frees an idle and unpinned image, the one that is worth least, wanted ones last: true if one was freed.
   bool evict_idle(Evict evict = Evict::kAny);
   // An Adapter has the image: one that is registered, or has requests in flight.
@@ -93,6 +101,9 @@ class AdapterCache {
   void tell_uploads(std::function<void(const Adapter&, double)> told) { told_ = std::move(told); }
   [[nodiscard]] int32_t num_uploading() const { return uploader_.num_begun(); }
   [[nodiscard]] bool is_loading() const { return !uploader_.is_empty() || host_.is_reading(); }
+  // Some upload, some read from disk has not ended yet.
+  [[nodiscard]] bool is_uploader_working() { return uploader_.is_working(); }
+  [[nodiscard]] bool is_reader_working() { return host_.is_reader_working(); }
   void stop_loading();
 
   [[nodiscard]] AdapterTable table() const;

@@ -38,6 +38,11 @@ void AdapterReader::add(std::shared_ptr<TieredImage> image) {
   work_.notify_all();
 }
 
+bool AdapterReader::is_working() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_done_ < num_added_;
+}
+
 bool AdapterReader::take(AdapterRead* out) {
   if (num_taken_ == num_added_) {
     return false;

@@ -42,6 +42,8 @@ class AdapterReader {
 
   [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxReads; }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
+  // Some of what was added has not ended yet.
+  [[nodiscard]] bool is_working();
   void add(std::shared_ptr<TieredImage> image);
   // The oldest read that has ended. False if there is none.
   [[nodiscard]] bool take(AdapterRead* out);

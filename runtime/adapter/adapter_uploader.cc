@@ -90,6 +90,11 @@ void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> imag
   work_.notify_all();
 }
 
+bool AdapterUploader::is_working() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_done_ < num_added_;
+}
+
 bool AdapterUploader::take(Upload* out) {
   if (num_taken_ == num_added_) {
     return false;

@@ -51,6 +51,8 @@ class AdapterUploader {
   [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxUploads; }
   [[nodiscard]] int32_t num_begun() const { return static_cast<int32_t>(num_added_ - num_taken_); }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
+  // Some of what was added has not ended yet.
+  [[nodiscard]] bool is_working();
   void add(int32_t slot, std::shared_ptr<const AdapterImage> image, const PageId* pages,
            std::atomic<uint64_t>* bytes = nullptr);
   // The oldest upload that has ended: all its bytes are on the device, or status and message say why not and nothing is

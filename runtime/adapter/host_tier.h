@@ -59,6 +59,7 @@ class HostTier {
   // Takes what was read; appends what failed.
   void poll(std::vector<FailedLoad>& failed);
   [[nodiscard]] bool is_reading() const { return !reader_.is_empty(); }
+  [[nodiscard]] bool is_reader_working() { return reader_.is_working(); }
   void stop() { reader_.stop(); }
 
   [[nodiscard]] const HostTierStats& stats() const { return stats_; }

@@ -9,10 +9,6 @@
 
 namespace moelora {
 
-double now_ms() {
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 bool Engine::Parts::step() {
   const double start = now_ms();
   {

@@ -162,11 +162,13 @@ class Engine {
 
   class Parts;  // everything behind the thread; engine_parts.h
 
- private:
+ protected:  // tests/sim takes the steps itself
   Engine();
+  std::unique_ptr<Parts> parts_;
+
+ private:
   std::shared_ptr<Sequence> make_sequence(const std::shared_ptr<Submission>& submission);
   void enqueue(std::shared_ptr<Sequence> sequence);
-  std::unique_ptr<Parts> parts_;
 };
 
 }  // namespace moelora

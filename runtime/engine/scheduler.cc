@@ -201,7 +201,7 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
       note_blocked(sequence);
       continue;
     }
-    if (is_paused(sequence)) {
+    if (is_paused(sequence) || waits_for_pins(sequence)) {  // those behind may have what it cannot
       continue;
     }
     if (rows_that_fit(batch, sequence) <= 0) {
@@ -224,7 +224,7 @@ void Scheduler::admit_waiting(Batch& batch, double now) {
       return;
     } else {
       is_short_ = true;
-      is_held = !may_be_overtaken(sequence);
+      is_held = note_blocked(sequence) >= limits_.num_overtaking_steps_max;
     }
   }
 }
@@ -240,6 +240,7 @@ void Scheduler::schedule(Batch& batch, double now) {
   swapped_in_.clear();
   is_short_ = is_swapping_out_ = false;
   num_loads_ = 0;
+  pinned_ = adapters_.pinned();
   adopt_running();
   schedule_running(batch, true);
   schedule_running(batch, false);

@@ -64,11 +64,10 @@ class Scheduler {
   void adopt_running();
   [[nodiscard]] int32_t num_reclaimable(Evict evict) const;
   void start(Sequence& sequence, Batch& batch, double now);
-  void note_blocked(Sequence& sequence) const;
+  int64_t note_blocked(Sequence& sequence) const;  // for how many steps it has been
   bool reclaim_waiting(const Sequence* wants);
   bool preempt_paused(Batch& batch);
-  // False once those behind one that lacks a slot or pages wait with it, unless only pins stand in its way.
-  [[nodiscard]] bool may_be_overtaken(Sequence& sequence);
+  [[nodiscard]] bool waits_for_pins(const Sequence& sequence) const;
   [[nodiscard]] Room ensure_pages(Sequence& sequence, int32_t tokens, Batch& batch);
   [[nodiscard]] Sequence* preemption_victim(const Sequence& wants, const Batch& batch) const;
   void preempt(Sequence& sequence, Batch& batch);
@@ -83,6 +82,7 @@ class Scheduler {
   const KvGeometry& geometry_;
   PagePool& pool_;
   AdapterCache& adapters_;
+  PinnedShare pinned_;     // in this step
   SwapSpace* swap_space_;  // may be null, as the next
   PrefixCache* prefix_;
   SchedulerRates rates_;

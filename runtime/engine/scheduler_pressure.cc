@@ -75,15 +75,16 @@ int64_t Scheduler::num_unfilled_positions() const {
   return positions;
 }
 
-// Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all).
+// Drops the KV that a session has kept for the last of those who wait behind `wants` (null, or by adapter: of all), or
+// before it for the host to unpin what keeps them out.
 bool Scheduler::reclaim_waiting(const Sequence* wants) {
+  bool is_before = false;
   for (size_t i = waiting_.size(); i-- > 0;) {
-    if (waiting_[i].get() == wants) {
-      if (!limits_.is_fair_by_adapter) {
-        return false;
-      }
-    } else if (waiting_[i]->kv->pages.size() > 0) {
-      waiting_[i]->kv->truncate(geometry_, 0);
+    const Sequence& held = *waiting_[i];
+    if (&held == wants) {
+      is_before = !limits_.is_fair_by_adapter;
+    } else if (held.kv->pages.size() > 0 && (!is_before || waits_for_pins(held))) {
+      held.kv->truncate(geometry_, 0);
       ++counters_.sessions_evicted;
       return true;
     }
@@ -164,15 +165,22 @@ bool Scheduler::preempt_paused(Batch& batch) {
   return false;
 }
 
-void Scheduler::note_blocked(Sequence& sequence) const {
+int64_t Scheduler::note_blocked(Sequence& sequence) const {
   sequence.blocked_at = sequence.blocked_at < 0 ? num_steps_ : sequence.blocked_at;
+  return num_steps_ - sequence.blocked_at;
 }
 
-bool Scheduler::may_be_overtaken(Sequence& sequence) {
-  note_blocked(sequence);
-  const Adapter* adapter = sequence.request().adapter.get();
-  const bool waits_for_pins = adapter != nullptr && sequence.row_scale != 0.0f && !adapters_.can_place(*adapter);
-  return waits_for_pins || num_steps_ - sequence.blocked_at < limits_.num_overtaking_steps_max;
+// What the host has pinned leaves no slot or too few pages for it, whoever else gives way.
+bool Scheduler::waits_for_pins(const Sequence& sequence) const {
+  if (pinned_.slots == 0) {
+    return false;
+  }
+  const Adapter* adapter = sequence.row_scale != 0.0f ? sequence.request().adapter.get() : nullptr;
+  int32_t pages = pinned_.pages + geometry_.pages(sequence.num_tokens());
+  if (adapter != nullptr && !adapters_.is_pinned(*adapter)) {
+    pages += adapters_.pages_of(*adapter->image);
+  }
+  return pages > pool_.num_pages() || (adapter != nullptr && !adapters_.can_place(*adapter));
 }
 
 }  // namespace moelora
