@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The ways in which the CUDA backend computes an expert product, by name, so that tests and benchmarks can force
-// one. The ops choose from the number of rows alone, which is fixed for a captured graph.
+// one. The ops choose from the number of rows alone, which is fixed for a captured graph; kAuto has a way for few rows
+// (kernels/moe/expert_few.cuh) that has no name of its own.
 #pragma once
 
 #include <cstddef>

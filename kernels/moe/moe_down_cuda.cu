@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_down on CUDA: two launches. The shrink of the adapters' pairs (kernels/lora/lora_shrink_cuda.h), then one kernel
 // that multiplies the activations with down and adds the expanded LoRA, its bias and the experts' bias in its
-// accumulators. Few tokens an expert: kernels/moe/expert_decode.cuh or, from some tokens an expert on and for MXFP4,
-// expert_stream.cuh, limited by reading the weights. Many: kernels/moe/expert_prefill_sm90.cuh or, before sm_90,
-// expert_prefill.cuh, limited by the tensor cores.
+// accumulators. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some
+// tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh
+// or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
 // shrink and expand (kernels/moe/expert_expand.cuh) are two.
 // H200, as in moe_gate_up_cuda.cu:
