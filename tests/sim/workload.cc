@@ -22,6 +22,11 @@ const std::vector<Shape>& shapes() {
     tight.slots = 3;
     tight.active = 16;
     tight.queue = 24;
+    // What the host has pinned leaves some of it.
+    Shape pinned = tight;
+    pinned.name = "pinned";
+    pinned.num_pages = 26;
+    pinned.slots = 2;
     Shape many = small;
     many.name = "many";
     many.num_pages = 4096;
@@ -76,7 +81,7 @@ const std::vector<Shape>& shapes() {
     tiers.folders = 970;
     tiers.host_granules = 240;
     tiers.zipf = 0.7;
-    return std::vector<Shape>{small, beside, tight, many, groups, talk, overrun, swap, fair, tiers};
+    return std::vector<Shape>{small, beside, tight, pinned, many, groups, talk, overrun, swap, fair, tiers};
   }();
   return all;
 }
