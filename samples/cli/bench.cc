@@ -16,6 +16,7 @@
 #include "samples/cli/command.h"
 #include "samples/cli/live.h"
 #include "samples/cli/progress.h"
+#include "samples/cli/random_request.h"
 
 namespace moelora_cli {
 namespace {
@@ -169,22 +170,9 @@ class Bench {
   [[nodiscard]] double clock() const { return now_ms() - paused_ms_; }
 
   Request make_request(int64_t index, int32_t max_tokens) {
-    std::uniform_int_distribution<int32_t> token(0, info_.vocab_size - 1);
-    std::vector<int32_t> prompt(static_cast<size_t>(flags_.input));
-    for (int32_t& id : prompt) {
-      id = token(random_);
-    }
-    moelora_sampling sampling;
-    moelora_sampling_init(&sampling);
-    sampling.max_tokens = max_tokens;
-    sampling.flags = MOELORA_SAMPLING_IGNORE_EOS;
-    Request request(engine_.get());
-    request.set_tokens(prompt);
-    request.set_sampling(sampling);
-    if (!adapters_.empty()) {
-      request.set_adapter(adapters_[static_cast<size_t>(index) % adapters_.size()], 1.0f);
-    }
-    return request;
+    const moelora_adapter adapter = adapters_.empty() ? 0 : adapters_[static_cast<size_t>(index) % adapters_.size()];
+    return random_request(engine_.get(), info_.vocab_size, random_, static_cast<int32_t>(flags_.input), max_tokens,
+                          adapter);
   }
 
   void submit_due() {

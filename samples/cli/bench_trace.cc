@@ -18,6 +18,7 @@
 #include "samples/cli/bench_trace_report.h"
 #include "samples/cli/live.h"
 #include "samples/cli/progress.h"
+#include "samples/cli/random_request.h"
 
 namespace moelora_cli {
 namespace {
@@ -116,22 +117,8 @@ class TraceClient {
   [[nodiscard]] double clock() const { return (now_ms() - start_ms_) / 1e3; }
 
   Request make_request(int64_t adapter, int32_t input, int32_t output) {
-    std::uniform_int_distribution<int32_t> token(0, info_.vocab_size - 1);
-    std::vector<int32_t> prompt(static_cast<size_t>(input));
-    for (int32_t& id : prompt) {
-      id = token(random_);
-    }
-    moelora_sampling sampling;
-    moelora_sampling_init(&sampling);
-    sampling.max_tokens = output;
-    sampling.flags = MOELORA_SAMPLING_IGNORE_EOS;
-    Request request(engine_.get());
-    request.set_tokens(prompt);
-    request.set_sampling(sampling);
-    if (adapter >= 0) {
-      request.set_adapter(adapters_[static_cast<size_t>(adapter)], 1.0f);
-    }
-    return request;
+    return random_request(engine_.get(), info_.vocab_size, random_, input, output,
+                          adapter < 0 ? 0 : adapters_[static_cast<size_t>(adapter)]);
   }
 
   void submit_due() {
