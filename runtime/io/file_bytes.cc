@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "runtime/io/file_bytes.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,41 +8,20 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstring>
 
 #include <fmt/format.h>
 
 #include "kernels/base/error.h"
+#include "runtime/io/regular_file.h"
 
 namespace moelora {
 namespace {
 
 constexpr size_t kSliceBytes = size_t{4} << 20;
 
-[[noreturn]] void fail(const std::string& path, const char* what, int error) {
-  throw Error(Status::kIo, fmt::format("{}: {}: {}", path, what, std::strerror(error)));
-}
-
 [[noreturn]] void fail_changed(const std::string& path) {
   throw Error(Status::kIo, fmt::format("{}: changed while it was read", path));
 }
-
-class Descriptor {
- public:
-  // O_NONBLOCK: a FIFO in place of a file must not block the caller.
-  explicit Descriptor(const std::string& path) : fd_(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)) {
-    if (fd_ < 0) {
-      fail(path, "cannot open", errno);
-    }
-  }
-  ~Descriptor() { ::close(fd_); }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  [[nodiscard]] int get() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 int64_t nanoseconds(const timespec& time) {
   return int64_t{time.tv_sec} * 1000000000 + time.tv_nsec;
@@ -52,17 +30,6 @@ int64_t nanoseconds(const timespec& time) {
 FileStamp stamp_of(const struct stat& info) {
   return {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size), nanoseconds(info.st_mtim),
           nanoseconds(info.st_ctim)};
-}
-
-FileStamp stamp_of_open(int fd, const std::string& path) {
-  struct stat info{};
-  if (::fstat(fd, &info) != 0) {
-    fail(path, "cannot read", errno);
-  }
-  if (!S_ISREG(info.st_mode)) {
-    throw Error(Status::kIo, fmt::format("{}: not a regular file", path));
-  }
-  return stamp_of(info);
 }
 
 // 0, or the error; EIO stands for a file that ends early.
@@ -88,7 +55,7 @@ int read_slice(int fd, std::byte* to, size_t offset, size_t bytes, bool* short_f
 FileStamp stamp_of(const std::string& path) {
   struct stat info{};
   if (::stat(path.c_str(), &info) != 0) {
-    fail(path, "cannot read", errno);
+    fail_io(path, "cannot read", errno);
   }
   return stamp_of(info);
 }
@@ -100,8 +67,8 @@ void check_unchanged(const std::string& path, const FileStamp& stamp) {
 }
 
 FileBytes::FileBytes(const std::string& path, Stream& readers) {
-  const Descriptor file(path);
-  stamp_ = stamp_of_open(file.get(), path);
+  const RegularFile file(path);
+  stamp_ = stamp_of(file.status());
   if (stamp_.bytes == 0) {
     return;
   }
@@ -116,7 +83,7 @@ FileBytes::FileBytes(const std::string& path, Stream& readers) {
   readers.parallel_for((stamp_.bytes + kSliceBytes - 1) / kSliceBytes, [&](size_t slice, int) {
     const size_t at = slice * kSliceBytes;
     bool ended = false;
-    const int failed = read_slice(file.get(), data_ + at, at, std::min(kSliceBytes, stamp_.bytes - at), &ended);
+    const int failed = read_slice(file.descriptor(), data_ + at, at, std::min(kSliceBytes, stamp_.bytes - at), &ended);
     if (ended) {
       is_short = true;
     } else if (failed != 0) {
@@ -125,9 +92,9 @@ FileBytes::FileBytes(const std::string& path, Stream& readers) {
   });
   try {
     if (error != 0) {
-      fail(path, "cannot read", error);
+      fail_io(path, "cannot read", error);
     }
-    if (is_short || stamp_of_open(file.get(), path) != stamp_) {
+    if (is_short || stamp_of(file.status()) != stamp_) {
       fail_changed(path);
     }
   } catch (...) {
