@@ -38,8 +38,7 @@ void Engine::Parts::record_step(double start, double end) {
   record.adapters = step_input->num_adapters();
   record.active_experts = moe_layers == 0 ? 0.0f : static_cast<float>(active) / static_cast<float>(moe_layers);
   record.lora_bytes = step_input->lora_bytes(static_cast<int32_t>(segments));
-  const double token_bytes = 2.0 * config.num_layers * config.num_kv_heads * config.head_dim *
-                             static_cast<double>(dtype_bytes(geometry.layout.dtype));
+  const auto token_bytes = static_cast<double>(geometry.token_bytes());
   record.kv_bytes = 0;
   for (const BatchEntry& entry : batch_.entries) {
     record.kv_bytes += token_bytes * (entry.first + entry.count);
