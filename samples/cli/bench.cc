@@ -202,9 +202,7 @@ class Bench {
   }
 
   void advance(const moelora_event& event) {
-    if (event.kind == MOELORA_EVENT_ENGINE_FAILED) {
-      throw Failure(event.status, std::string("the engine failed: ") + moelora_status_name(event.status));
-    }
+    must_live(event);
     const auto found = streams_.find(event.tag);
     if (found == streams_.end()) {
       return;

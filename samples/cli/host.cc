@@ -107,6 +107,12 @@ void Engine::write_timeline(const std::string& path) const {
   must(moelora_timeline_write, engine_, path.data(), path.size());
 }
 
+void must_live(const moelora_event& event) {
+  if (event.kind == MOELORA_EVENT_ENGINE_FAILED) {
+    throw Failure(event.status, std::string("the engine failed: ") + moelora_status_name(event.status));
+  }
+}
+
 std::vector<moelora_event> Queue::wait(int32_t timeout_ms) const {
   std::vector<moelora_event> events(64);
   size_t count = 0;

@@ -73,6 +73,9 @@ class Engine {
   moelora_engine* engine_ = nullptr;
 };
 
+// Throws what ended the engine if that is what the event says.
+void must_live(const moelora_event& event);
+
 class Queue {
  public:
   Queue() { must(moelora_queue_create, &queue_); }

@@ -138,9 +138,7 @@ class Runner {
 
   void advance(const moelora_event& event) {
     const auto found = running_.find(event.tag);
-    if (event.kind == MOELORA_EVENT_ENGINE_FAILED) {
-      throw Failure(event.status, std::string("the engine failed: ") + moelora_status_name(event.status));
-    }
+    must_live(event);
     if (found == running_.end()) {
       return;
     }
