@@ -54,6 +54,15 @@ inline std::vector<int32_t> read_all(Submission& submission, RequestResult* resu
   return tokens;
 }
 
+// Of requests that an engine was released under.
+inline void check_ended_or_closed(const std::vector<std::shared_ptr<Submission>>& submissions) {
+  for (const auto& submission : submissions) {
+    RequestResult result;
+    read_all(*submission, &result);
+    CHECK((result.status == Status::kClosed || result.status == Status::kOk));
+  }
+}
+
 inline std::vector<float> captured(const Submission& submission, int32_t vocab_size) {
   std::vector<float> logits(static_cast<size_t>(submission.stream->captured_rows()) * static_cast<size_t>(vocab_size));
   for (int32_t row = 0; row < submission.stream->captured_rows(); ++row) {

@@ -274,11 +274,7 @@ TEST_CASE("closing an engine while adapters are read", "[engine]") {
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(i));
     engine.reset();
-    for (const auto& submission : submissions) {
-      RequestResult result;
-      read_all(*submission, &result);
-      CHECK((result.status == Status::kClosed || result.status == Status::kOk));
-    }
+    check_ended_or_closed(submissions);
   }
 }
 

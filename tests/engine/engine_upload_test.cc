@@ -253,11 +253,7 @@ TEST_CASE("closing an engine with adapters on their way", "[engine]") {
     });
     setup.engine.reset();
     opener.join();
-    for (const auto& submission : submissions) {
-      RequestResult result;
-      read_all(*submission, &result);
-      CHECK((result.status == Status::kClosed || result.status == Status::kOk));
-    }
+    check_ended_or_closed(submissions);
   }
 }
 
