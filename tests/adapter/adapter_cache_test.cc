@@ -7,6 +7,7 @@
 
 #include "tests/support/adapter_folder.h"
 #include "tests/support/catch.h"
+#include "tests/support/comes_true.h"
 #include "tests/support/expect_error.h"
 
 namespace moelora::test {
@@ -47,16 +48,14 @@ struct Cache {
   }
   // Brings it to the device, and lets what is idle leave for it.
   void bring(Adapter& adapter) {
-    Residency residency = Residency::kLoading;
-    for (int i = 0; i < 20000 && residency != Residency::kResident; ++i) {
-      residency = cache.place(adapter, 0);
+    REQUIRE(comes_true([&] {
+      poll();
+      const Residency residency = cache.place(adapter, 0);
       if (residency == Residency::kShort) {
         REQUIRE(cache.evict_idle());
       }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-      poll();
-    }
-    REQUIRE(residency == Residency::kResident);
+      return residency == Residency::kResident;
+    }));
   }
   void use(Adapter& adapter) {
     bring(adapter);
@@ -198,10 +197,7 @@ TEST_CASE("unloading frees pages, slot and host copy at the last user, and not b
   CHECK(cache.cache.host().images == 0);
   CHECK(cache.cache.host().bytes == 0);
   CHECK(cache.cache.num_registered() == 0);
-  for (int i = 0; i < 4000 && !copy.expired(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  CHECK(copy.expired());
+  CHECK(comes_true([&] { return copy.expired(); }));
   CHECK_ERROR(Status::kNotFound, ({"was unloaded"}), cache.add(adapter->image, "late"));
 }
 
@@ -223,10 +219,10 @@ TEST_CASE("unloading while the files are read, or the copy is on its way") {
     }
     cache.cache.remove(*second);
     cache.cache.collect();
-    for (int i = 0; i < 4000 && (cache.cache.is_loading() || cache.cache.host().images_on_disk > 1); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(comes_true([&] {
       cache.poll();
-    }
+      return !cache.cache.is_loading() && cache.cache.host().images_on_disk == 1;
+    }));
     CHECK(cache.pool.num_free() == cache.pool.num_pages());
     CHECK(cache.cache.host().bytes == 0);
     CHECK(cache.cache.host().images_on_disk == 1);

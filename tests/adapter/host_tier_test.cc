@@ -3,11 +3,11 @@
 #include "runtime/adapter/host_tier.h"
 
 #include <chrono>
-#include <thread>
 
 #include "runtime/adapter/adapter.h"
 #include "tests/support/adapter_folder.h"
 #include "tests/support/catch.h"
+#include "tests/support/comes_true.h"
 #include "tests/support/expect_error.h"
 
 namespace moelora::test {
@@ -32,18 +32,17 @@ struct Tier {
   // Until the copy is there, or the read failed.
   bool bring(const std::shared_ptr<TieredImage>& image, std::vector<FailedLoad>* failures = nullptr) {
     std::vector<FailedLoad> failed;
-    for (int i = 0; i < 4000 && failed.empty(); ++i) {
-      if (tier.fetch(image, Evict::kAny)) {
-        return true;
-      }
-      tier.audit();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    bool is_there = false;
+    comes_true([&] {
       tier.poll(failed);
-    }
+      is_there = failed.empty() && tier.fetch(image, Evict::kAny);
+      tier.audit();
+      return is_there || !failed.empty();
+    });
     if (failures != nullptr) {
       *failures = failed;
     }
-    return false;
+    return is_there;
   }
   void use(const std::shared_ptr<TieredImage>& image) {
     REQUIRE(bring(image));
@@ -241,16 +240,10 @@ TEST_CASE("copies are freed when they are dropped and when their image goes") {
   const auto third = tier.folder("third", 8, 3);
   const std::weak_ptr<const AdapterImage> first_copy = first->host;
   const std::weak_ptr<const AdapterImage> second_copy = second->host;
-  const auto comes_to_an_end = [](const std::weak_ptr<const AdapterImage>& copy) {
-    for (int i = 0; i < 4000 && !copy.expired(); ++i) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    return copy.expired();
-  };
   CHECK(tier.bring(third));
-  CHECK(comes_to_an_end(first_copy));
+  CHECK(comes_true([&] { return first_copy.expired(); }));
   tier.tier.remove(*second);
-  CHECK(comes_to_an_end(second_copy));
+  CHECK(comes_true([&] { return second_copy.expired(); }));
   CHECK(tier.tier.stats().bytes == bytes);
   tier.tier.remove(*first);
   tier.tier.remove(*third);

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests: stops, limits, cancel, deadlines, sessions, refusals, and what the engine keeps doing meanwhile.
-#include <chrono>
-#include <thread>
 
 #include "tests/engine/engine_support.h"
 
@@ -112,9 +110,7 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   const auto engine = open(options);
   const auto slow = make_submission(*engine, greedy_request({1, 2, 3}, 100));
   engine->submit(slow);
-  for (int i = 0; i < 200 && slow->stream->unread() < 10; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  CHECK(comes_true([&] { return slow->stream->unread() == 10; }));
   CHECK(run(*engine, greedy_request({7, 8}, 50)).size() == 50);
   CHECK(slow->stream->unread() == 10);
   CHECK(read_all(*slow).size() == 100);
@@ -123,9 +119,7 @@ TEST_CASE("a reader who does not read pauses its own request only", "[engine]") 
   const auto strict = open(options);
   const auto dropped = make_submission(*strict, greedy_request({1, 2, 3}, 100));
   strict->submit(dropped);
-  for (int i = 0; i < 400 && !dropped->stream->finished(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  CHECK(comes_true([&] { return dropped->stream->finished(); }));
   CHECK(dropped->stream->result().status == Status::kOverrun);
 }
 
@@ -162,9 +156,7 @@ TEST_CASE("a request that waits for a slot or a slow reader does not hold up the
   const auto one = open(narrow);
   const auto unread = make_submission(*one, greedy_request({1, 2, 3}, 40));
   one->submit(unread);
-  for (int i = 0; i < 400 && unread->stream->unread() < 4; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
+  CHECK(comes_true([&] { return unread->stream->unread() == 4; }));
   CHECK(run(*one, greedy_request({7, 8}, 4)).size() == 4);
   CHECK(read_all(*unread) == run(*engine, greedy_request({1, 2, 3}, 40)));
 }
@@ -206,10 +198,7 @@ TEST_CASE("a session continues where it stopped, forks and rolls back", "[engine
 
   // Dropped KV is computed again without a word.
   engine->trim(0);
-  for (int i = 0; i < 400 && engine->session_info(session).num_computed > 0; ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  CHECK(engine->session_info(session).num_computed == 0);
+  CHECK(comes_true([&] { return engine->session_info(session).num_computed == 0; }));
   turn.prompt = second;
   CHECK(run(*engine, turn, &result) == answer_two);
   CHECK(result.cached_tokens == 0);

@@ -12,6 +12,7 @@
 
 #include "runtime/engine/engine.h"
 #include "tests/support/catch.h"
+#include "tests/support/comes_true.h"
 #include "tests/support/golden.h"
 #include "tests/support/test_device.h"
 

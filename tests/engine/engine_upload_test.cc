@@ -223,7 +223,7 @@ TEST_CASE("cancelling a request that waits for its adapter", "[engine]") {
   const auto adapter = setup.adapter(1);
   const auto waiting = setup.submit(request_of({1, 2}, 4, adapter));
   Request late = request_of({1, 2}, 4, adapter);
-  late.deadline_ms = 20;
+  late.deadline_ms = 200;
   const auto overdue = setup.submit(late);
   setup.gate->wait_for_upload();
   setup.engine->cancel(waiting, false);

@@ -75,14 +75,6 @@ inline Request request_of(std::vector<int32_t> prompt, int32_t max_tokens, std::
   return request;
 }
 
-template <class Condition>
-bool comes_true(const Condition& condition) {
-  for (int i = 0; i < 4000 && !condition(); ++i) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  return condition();
-}
-
 inline Status ready_status(CompletionQueue& queue) {
   Event event;
   bool closed = false;
