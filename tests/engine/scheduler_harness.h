@@ -95,6 +95,7 @@ class SchedulerHarness {
     now += 1;
     poll();
     scheduler.schedule(batch, now);
+    in_batch = scheduler.running();
     audit();
     swap_pages();
     std::vector<Sequence*> ended;
@@ -169,6 +170,7 @@ class SchedulerHarness {
   SwapSpace swap_space;
   Scheduler scheduler;
   Batch batch;
+  std::vector<std::shared_ptr<Sequence>> in_batch;  // for who looks at the batch after a step that ended some
   double now = 0;
   int64_t num_rows_computed = 0;
   int64_t num_steps = 0;  // with rows in them
