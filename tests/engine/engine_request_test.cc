@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Requests: stops, limits, cancel, deadlines, sessions, refusals, and what the engine keeps doing meanwhile.
-
 #include "tests/engine/engine_support.h"
 
 namespace moelora::test {
