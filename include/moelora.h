@@ -420,8 +420,8 @@ typedef struct moelora_adapter_info {
   uint64_t file_bytes;
   uint64_t fingerprint;      /* of the contents */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
-  double read_ms;            /* opening its files and reading all of them; 0 of a random adapter */
-  double pack_ms;            /* checking the tensors and packing them in host memory */
+  double read_ms;            /* opening its files, reading and checking their headers; 0 of a random one */
+  double pack_ms;            /* reading and checking the values, packing them in host memory */
   double upload_ms;          /* its last copy to the device, without the wait for its turn; 0 before the first */
   uint64_t uploaded_bytes;   /* by its last copy to the device, so far; of host_bytes */
   int32_t in_host_memory;    /* 0: on disk, and read again when it is wanted (option host_memory_bytes) */
@@ -811,8 +811,8 @@ typedef struct moelora_stats {
   int64_t adapters_on_disk_only;
   uint64_t adapter_host_loads;       /* disk to host, after the first */
   uint64_t adapter_host_evictions;
-  double adapter_read_ms;            /* of those loads: bringing their files to memory */
-  double adapter_pack_ms;            /* checking and packing */
+  double adapter_read_ms;            /* of those loads: opening files, headers */
+  double adapter_pack_ms;            /* reading, checking and packing values */
   double adapter_upload_ms;          /* of all copies to the device */
   double steps_ms;              /* of all steps together */
   int64_t adapters_loading;     /* on their way to the device */

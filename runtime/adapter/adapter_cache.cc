@@ -78,7 +78,11 @@ Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside, Evict evic
   if (image->slot > 0) {
     return slot_of(adapter).is_loading ? Residency::kLoading : Residency::kResident;
   }
-  if (uploader_.is_full() || !host_.fetch(image, evict)) {
+  if (uploader_.is_full()) {
+    return Residency::kLoading;
+  }
+  const std::shared_ptr<const AdapterImage> copy = host_.fetch(image, evict);
+  if (copy == nullptr) {
     return Residency::kLoading;
   }
   while (free_slots_.empty() && evict_idle(evict)) {
@@ -103,7 +107,7 @@ Residency AdapterCache::place(Adapter& adapter, int32_t pages_beside, Evict evic
   ++num_loads_;
   ++adapter.loads;
   host_.begin_upload(*image);
-  uploader_.add(slot, image->host, page_row(slot), &image->bytes_uploaded);
+  uploader_.add(slot, copy, page_row(slot), &image->bytes_uploaded);
   return Residency::kLoading;
 }
 
@@ -252,7 +256,13 @@ void AdapterCache::poll(std::vector<FailedLoad>& failed) {
     entry.is_fresh = true;
     ++num_resident_;
     note_use(entry);
-    host_.end_upload(*image);
+    if (upload.image == image->host) {
+      upload.image.reset();  // before the tier may drop it
+    }
+    host_.end_upload(*image, failed);
+    if (upload.image != nullptr && upload.image != image->host) {
+      host_.discard(std::move(upload.image));  // of a read that failed, or goes on
+    }
     if (upload.status != Status::kOk && upload.status != Status::kCancelled) {
       failed.push_back({image, upload.status, upload.message});
     }

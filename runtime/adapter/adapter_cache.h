@@ -93,7 +93,8 @@ class AdapterCache {
   // Frees images, and their host copies, that no Adapter holds any more: it is registered or has requests in flight.
   // Gives up their uploads.
   void collect();
-  // Takes what has arrived; appends what failed. Failed and given-up images have left their slots again.
+  // Takes what has arrived; appends what failed. Failed and given-up images have left their slots again, but one whose
+  // read failed while it was uploaded leaves it at a later poll.
   void poll(std::vector<FailedLoad>& failed);
   // Queues, before the step that may use them, what tells the ops of newly resident images.
   void publish(Stream& stream);

@@ -1,233 +1,142 @@
 // SPDX-License-Identifier: Apache-2.0
-// See adapter_packer.h. First a plan (which granule is whose), then the elements. Matrices whose stored elements are
-// interleaved by expert are written together, block of columns by block of columns, so that each cache line of the
-// stored tensor is read from memory once.
 #include "runtime/adapter/adapter_packer.h"
 
 #include <algorithm>
-#include <cstring>
+#include <atomic>
+#include <exception>
 #include <limits>
-#include <map>
-#include <string>
-#include <tuple>
+#include <mutex>
 
 #include "kernels/base/error.h"
-#include "runtime/adapter/adapter_tiles.h"
+#include "runtime/adapter/content_hash.h"
+#include "runtime/adapter/read_plan.h"
 #include "runtime/io/json.h"
-#include "runtime/memory/host_memory.h"
 
 namespace moelora {
 namespace {
 
 constexpr size_t kNameBytesMax = 512;  // of a tensor's name in a message
 
-struct Placement {
-  const MatrixView* view;
-  int32_t rank;
-  Dtype dtype;
-  bool is_a;
-  int32_t granule;
-};
-
-struct BiasPlacement {
-  const StoredTensor* tensor;
-  int32_t granule;
-};
-
-struct StreamPlan {
-  HostBytes stream;  // directory, records and zeros; matrices whose tiles are full are still what the memory held
-  std::vector<Placement> matrices;
-  std::vector<BiasPlacement> biases;
-};
-
-auto order_of(const AdapterRecord& record) {
-  return std::tuple(record.layer, record.expert, record.module);
-}
-
-void sort_records(std::vector<AdapterRecord>& records, const std::string& file) {
-  std::sort(records.begin(), records.end(),
-            [](const AdapterRecord& x, const AdapterRecord& y) { return order_of(x) < order_of(y); });
-  for (size_t i = 1; i < records.size(); ++i) {
-    if (order_of(records[i - 1]) == order_of(records[i])) {
-      throw Error{Status::kAdapterMismatch, file + ": tensors " + quoted(*records[i - 1].a.tensor) + " and " +
-                                                quoted(*records[i].a.tensor) + " adapt the same module"};
-    }
-  }
-}
-
-class Planner {
+// One pass over the file. Workers take units in their order, so that what is done grows from the stream's start.
+class Job {
  public:
-  explicit Planner(const ModelConfig& config) : config_(config) {
-    directory_.assign(static_cast<size_t>(config.num_layers) * 2, -1);
-    take(static_cast<int64_t>(directory_.size()) * 4);
-  }
+  Job(const ByteSource& source, const ReadPlan& plan, HostBytes& stream, StreamProgress* progress)
+      : source_(source),
+        plan_(plan),
+        stream_(stream.data()),
+        stream_bytes_(stream.size()),
+        progress_(progress),
+        hashes_(plan_.units.size()),
+        refused_(plan_.units.size(), nullptr),
+        is_done_(plan_.units.size(), false) {}
 
-  void add_layer(const std::vector<AdapterRecord>& records, size_t begin, size_t end) {
-    const auto layer = static_cast<size_t>(records[begin].layer);
-    size_t first_expert = begin;
-    while (first_expert < end && records[first_expert].expert < 0) {
-      ++first_expert;
+  PackedAdapter run(const std::vector<BiasPlace>& biases, uint64_t seed, Stream& workers) {
+    PackedAdapter result;
+    pack_biases(biases, seed, result);
+    HostBytes scratch(source_.is_memory() ? 0 : static_cast<size_t>(workers.num_threads()) * plan_.largest_unit);
+    workers.parallel_for(plan_.units.size(), [&](size_t index, int worker) {
+      std::byte* memory = scratch.empty() ? nullptr : scratch.data() + static_cast<size_t>(worker) * plan_.largest_unit;
+      run_unit(index, seed, memory);
+    });
+    if (error_ != nullptr) {
+      std::rethrow_exception(error_);
     }
-    if (first_expert > begin) {
-      directory_[layer * 2] = take(kNumDenseModules * static_cast<int64_t>(sizeof(LoraRecord)));
+    hashes_.push_back(result.hash);
+    result.hash =
+        hash_bytes(reinterpret_cast<const std::byte*>(hashes_.data()), hashes_.size() * sizeof(uint64_t), seed);
+    for (const StoredTensor* tensor : refused_) {
+      result.refused = result.refused == nullptr ? tensor : result.refused;
     }
-    if (first_expert < end) {
-      directory_[layer * 2 + 1] = take(static_cast<int64_t>(config_.num_experts) * kNumExpertModules *
-                                       static_cast<int64_t>(sizeof(LoraRecord)));
-    }
-    shared_.clear();
-    for (size_t i = begin; i < end; ++i) {
-      add_record(records[i]);
-    }
-  }
-
-  StreamPlan finish() {
-    StreamPlan plan;
-    plan.stream.resize(static_cast<size_t>(granules_) * kGranuleBytes);
-    clear_what_is_not_filled(plan.stream);
-    std::memcpy(plan.stream.data(), directory_.data(), directory_.size() * sizeof(int32_t));
-    for (const auto& [byte, record] : records_) {
-      std::memcpy(plan.stream.data() + byte, &record, sizeof record);
-    }
-    plan.matrices = std::move(matrices_);
-    plan.biases = std::move(biases_);
-    return plan;
+    return result;
   }
 
  private:
-  // Matrices are placed in the order of their granules.
-  void clear_what_is_not_filled(HostBytes& stream) const {
-    int64_t done = 0;
-    const auto clear_until = [&](int64_t granule) {
-      std::memset(stream.data() + done * static_cast<int64_t>(kGranuleBytes), 0,
-                  static_cast<size_t>(granule - done) * kGranuleBytes);
-    };
-    for (const Placement& matrix : matrices_) {
-      if (matrix.rank % kTileRanks != 0 || matrix.view->columns % kTileColumns != 0) {
-        continue;
-      }
-      clear_until(matrix.granule);
-      done = matrix.granule + matrix_granules(matrix.rank, matrix.view->columns, matrix.dtype);
-    }
-    clear_until(granules_);
-  }
-
-  int32_t take(int64_t bytes) {
-    const int64_t first = granules_;
-    granules_ += (bytes + static_cast<int64_t>(kGranuleBytes) - 1) / static_cast<int64_t>(kGranuleBytes);
-    if (granules_ > std::numeric_limits<int32_t>::max()) {
-      throw Error{Status::kUnsupported, "an adapter of more than 2^31 KiB is not supported"};
-    }
-    return static_cast<int32_t>(first);
-  }
-
-  int32_t place(const AdapterRecord& record, const MatrixView& view, bool is_a) {
-    const auto key = std::tuple(view.tensor, view.offset, view.rank_stride, view.column_stride, view.columns, is_a);
-    if (view.tensor != nullptr) {
-      if (const auto it = shared_.find(key); it != shared_.end()) {
-        return it->second;
+  // First: they are few, and lie between the matrices.
+  void pack_biases(const std::vector<BiasPlace>& biases, uint64_t seed, PackedAdapter& result) {
+    HostBytes memory;
+    result.hash = seed;
+    for (const BiasPlace& bias : biases) {
+      Dtype stored = Dtype::kF32;
+      MOELORA_ASSERT(parse_dtype(bias.tensor->dtype, stored));
+      memory.resize(bias.tensor->bytes);
+      const std::byte* data = source_.read(bias.tensor->offset, bias.tensor->bytes, memory.data());
+      result.hash = hash_bytes(data, bias.tensor->bytes, result.hash);
+      std::byte* out = stream_ + static_cast<size_t>(bias.granule) * kGranuleBytes;
+      if (!pack_bias(stored, static_cast<size_t>(bias.tensor->elements()), data, out) && result.refused == nullptr) {
+        result.refused = bias.tensor;
       }
     }
-    if (record.dtype == Dtype::kF32 && granules_ % 2 != 0) {
-      ++granules_;  // tiles of two granules start at even granules, so that none crosses a page
-    }
-    const int32_t granule =
-        take(int64_t{matrix_granules(record.rank, view.columns, record.dtype)} * static_cast<int64_t>(kGranuleBytes));
-    matrices_.push_back({&view, record.rank, record.dtype, is_a, granule});
-    if (view.tensor != nullptr) {
-      shared_.emplace(key, granule);
-    }
-    return granule;
   }
 
-  void add_record(const AdapterRecord& record) {
-    LoraRecord out;
-    out.rank = record.rank;
-    out.scale = record.scale;
-    out.dtype = static_cast<int32_t>(record.dtype);
-    out.a = place(record, record.a, true);
-    out.b = place(record, record.b, false);
-    if (record.bias != nullptr) {
-      out.bias = take(int64_t{record.b.columns} * static_cast<int64_t>(sizeof(float)));
-      biases_.push_back({record.bias, out.bias});
+  void run_unit(size_t index, uint64_t seed, std::byte* memory) {
+    if (failed_) {
+      return;
     }
-    const bool dense = record.expert < 0;
-    const int64_t base = directory_[static_cast<size_t>(record.layer) * 2 + (dense ? 0 : 1)];
-    const int64_t index = dense ? record.module : int64_t{record.expert} * kNumExpertModules + record.module;
-    records_.emplace_back(base * static_cast<int64_t>(kGranuleBytes) + index * static_cast<int64_t>(sizeof(LoraRecord)),
-                          out);
+    try {
+      const ReadUnit& unit = plan_.units[index];
+      const std::byte* data = source_.read(unit.offset, unit.bytes(), memory);
+      hashes_[index] = hash_bytes(data, unit.bytes(), seed);
+      for (size_t part = unit.begin; part < unit.end; ++part) {
+        const StoredTensor* refused = pack_part(plan_.parts[part], data, unit.offset);
+        refused_[index] = refused_[index] == nullptr ? refused : refused_[index];
+      }
+    } catch (...) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      error_ = error_ == nullptr ? std::current_exception() : error_;
+      failed_ = true;
+      return;
+    }
+    note_done(index);
   }
 
-  using ViewKey = std::tuple<const StoredTensor*, int64_t, int64_t, int64_t, int32_t, bool>;
+  // `data` is what the file holds from `offset` on. Null, or a tensor with a value that is not finite.
+  const StoredTensor* pack_part(const ReadPart& part, const std::byte* data, uint64_t offset) {
+    const StoredTensor* refused = nullptr;
+    for (int32_t block = part.first_block; block < part.end_block; ++block) {
+      for (size_t i = part.begin; i < part.end; ++i) {
+        const MatrixPlace& place = plan_.matrices[i];
+        const TiledMatrix& matrix = place.matrix;
+        if (block * kTileColumns < matrix.view->columns &&
+            !pack_column_block(matrix, block, data + (block_offset(matrix, block) - offset),
+                               stream_ + static_cast<size_t>(place.granule) * kGranuleBytes)) {
+          refused = matrix.view->tensor;
+        }
+      }
+    }
+    return refused;
+  }
 
-  const ModelConfig& config_;
-  std::vector<int32_t> directory_;
-  int64_t granules_ = 0;
-  std::map<ViewKey, int32_t> shared_;  // of one layer
-  std::vector<Placement> matrices_;
-  std::vector<BiasPlacement> biases_;
-  std::vector<std::pair<int64_t, LoraRecord>> records_;
+  void note_done(size_t index) {
+    if (progress_ == nullptr) {
+      return;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_done_[index] = true;
+    const size_t before = num_done_;
+    while (num_done_ < is_done_.size() && is_done_[num_done_]) {
+      ++num_done_;
+    }
+    if (num_done_ > before) {
+      const uint64_t done = num_done_ == is_done_.size()
+                                ? stream_bytes_
+                                : static_cast<uint64_t>(plan_.units[num_done_].granule) * kGranuleBytes;
+      progress_->publish(std::min(done, stream_bytes_ - 1));
+    }
+  }
+
+  const ByteSource& source_;
+  const ReadPlan& plan_;
+  std::byte* stream_;
+  uint64_t stream_bytes_;
+  StreamProgress* progress_;
+  std::vector<uint64_t> hashes_;
+  std::vector<const StoredTensor*> refused_;
+  std::atomic<bool> failed_{false};
+  std::mutex mutex_;
+  std::exception_ptr error_;   // under the lock
+  std::vector<bool> is_done_;  // under the lock
+  size_t num_done_ = 0;        // under the lock; units without one before them that is not done
 };
-
-// The plan borrows the records: they must outlive it and keep their place.
-StreamPlan plan_stream(const ModelConfig& config, const std::vector<AdapterRecord>& records) {
-  Planner planner(config);
-  for (size_t begin = 0; begin < records.size();) {
-    size_t end = begin;
-    while (end < records.size() && records[end].layer == records[begin].layer) {
-      ++end;
-    }
-    planner.add_layer(records, begin, end);
-    begin = end;
-  }
-  return planner.finish();
-}
-
-bool interleaved(const MatrixView& view) {
-  return view.rank_stride != 1 && view.column_stride != 1;
-}
-
-// Orders placements so that interleaved ones of one tensor are neighbours; `end_of_group` gives their extent.
-void group_by_tensor(std::vector<Placement>& matrices) {
-  std::stable_sort(matrices.begin(), matrices.end(),
-                   [](const Placement& x, const Placement& y) { return x.view->tensor->data < y.view->tensor->data; });
-}
-
-size_t end_of_group(const std::vector<Placement>& matrices, size_t begin) {
-  size_t end = begin + 1;
-  if (interleaved(*matrices[begin].view)) {
-    while (end < matrices.size() && matrices[end].view->tensor == matrices[begin].view->tensor &&
-           interleaved(*matrices[end].view)) {
-      ++end;
-    }
-  }
-  return end;
-}
-
-[[noreturn]] void refuse_value(const StoredTensor& tensor, const std::string& file) {
-  throw Error{Status::kAdapterMismatch, file + ": tensor " + quoted(tensor) + " holds a NaN or infinite value"};
-}
-
-// Null, or a tensor with a value that is not finite.
-const StoredTensor* fill_group(const std::vector<Placement>& matrices, size_t begin, size_t end, std::byte* stream) {
-  int32_t blocks = 0;
-  for (size_t i = begin; i < end; ++i) {
-    blocks = std::max(blocks, ceil_div(matrices[i].view->columns, kTileColumns));
-  }
-  for (int32_t block = 0; block < blocks; ++block) {
-    for (size_t i = begin; i < end; ++i) {
-      const Placement& m = matrices[i];
-      if (block * kTileColumns >= m.view->columns) {
-        continue;
-      }
-      std::byte* out = stream + static_cast<size_t>(m.granule) * kGranuleBytes;
-      if (!pack_column_block(*m.view, m.rank, m.dtype, m.is_a, block, out)) {
-        return m.view->tensor;
-      }
-    }
-  }
-  return nullptr;
-}
 
 }  // namespace
 
@@ -235,42 +144,20 @@ std::string quoted(const StoredTensor& tensor) {
   return "'" + printable(tensor.name, kNameBytesMax) + "'";
 }
 
-HostBytes pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, const std::string& file,
-                       Stream& workers) {
-  sort_records(records, file);
-  StreamPlan plan = plan_stream(config, records);
-  group_by_tensor(plan.matrices);
-  std::vector<size_t> groups;  // where each begins, and the end of the last
-  for (size_t begin = 0; begin < plan.matrices.size(); begin = end_of_group(plan.matrices, begin)) {
-    groups.push_back(begin);
-  }
-  groups.push_back(plan.matrices.size());
-  std::vector<const StoredTensor*> refused(groups.size(), nullptr);
-  workers.parallel_for(groups.size() - 1, [&](size_t i, int) {
-    refused[i] = fill_group(plan.matrices, groups[i], groups[i + 1], plan.stream.data());
-  });
-  for (const StoredTensor* tensor : refused) {
-    if (tensor != nullptr) {
-      refuse_value(*tensor, file);
-    }
-  }
-  for (const BiasPlacement& bias : plan.biases) {
-    if (!pack_bias(*bias.tensor, plan.stream.data() + static_cast<size_t>(bias.granule) * kGranuleBytes)) {
-      refuse_value(*bias.tensor, file);
-    }
-  }
-  return std::move(plan.stream);
+PackedAdapter pack_adapter(const StreamPlan& stream_plan, const ReadPlan& read_plan, const ByteSource& source,
+                           HostBytes& stream, uint64_t seed, Stream& workers, StreamProgress* progress) {
+  return Job(source, read_plan, stream, progress).run(stream_plan.biases, seed, workers);
 }
 
 HostBytes pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, uint64_t seed) {
-  sort_records(records, "random adapter");
-  StreamPlan plan = plan_stream(config, records);
+  const StreamPlan plan = plan_stream(config, records, "random adapter");
+  HostBytes stream = plan.make_stream({});
   TileRandom random(seed);
-  for (const Placement& m : plan.matrices) {
-    random.fill_matrix(m.rank, m.view->columns, m.is_a,
-                       plan.stream.data() + static_cast<size_t>(m.granule) * kGranuleBytes);
+  for (const MatrixPlace& place : plan.matrices) {
+    random.fill_matrix(place.matrix.rank, place.matrix.view->columns, place.matrix.is_a,
+                       stream.data() + static_cast<size_t>(place.granule) * kGranuleBytes);
   }
-  return std::move(plan.stream);
+  return stream;
 }
 
 }  // namespace moelora

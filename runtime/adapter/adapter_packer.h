@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes the byte stream of kernels/lora/adapter_layout.h. Called by the loader with checked records and by
-// random_adapter. Whatever the stored form was (2-D, 3-D, transposed, interleaved by expert), a record describes its
+// Reads what an adapter's file holds and writes the byte stream of kernels/lora/adapter_layout.h, in one pass: a piece
+// of the file is read, hashed and packed while it is in a core's cache. Called by the loader with checked records and
+// by random_adapter. Whatever the stored form was (2-D, 3-D, transposed, interleaved by expert), a record describes its
 // A and B as strided views, so this is the only place that moves elements.
 #pragma once
 
@@ -11,11 +12,16 @@
 
 #include "kernels/base/stream.h"
 #include "kernels/lora/adapter_layout.h"
+#include "runtime/adapter/stream_progress.h"
+#include "runtime/io/byte_source.h"
 #include "runtime/io/safetensors.h"
 #include "runtime/memory/host_memory.h"
 #include "runtime/model/config.h"
 
 namespace moelora {
+
+struct ReadPlan;
+struct StreamPlan;
 
 // One A or B inside a stored tensor: element (rank i, column j) is data[i * rank_stride + j * column_stride], in
 // elements. Columns are k of A and outputs of B.
@@ -40,11 +46,16 @@ struct AdapterRecord {
   const StoredTensor* bias = nullptr;
 };
 
-// Sorts `records` by layer, dense before experts, expert, module. Throws Error{kAdapterMismatch} naming tensors when
-// two records are the same linear, or a value is NaN or infinite (also after rounding to the stream's dtype).
-// `file` is used in messages. `workers` do it side by side; the bytes, and which fault is named, do not depend on them.
-HostBytes pack_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, const std::string& file,
-                       Stream& workers);
+struct PackedAdapter {
+  uint64_t hash = 0;                      // of every byte that was read, and `seed`
+  const StoredTensor* refused = nullptr;  // holds a value that is NaN or infinite, also after rounding
+};
+
+// Fills a stream of StreamPlan::make_stream. `workers` do it side by side, from the stream's start to its end; the
+// bytes, the hash and which fault is named do not depend on them. Publishes what is done to `progress`, if not null,
+// but the last byte. Throws Error{kIo}.
+PackedAdapter pack_adapter(const StreamPlan& stream_plan, const ReadPlan& read_plan, const ByteSource& source,
+                           HostBytes& stream, uint64_t seed, Stream& workers, StreamProgress* progress);
 
 // The same stream with random bf16 values of either sign, of magnitude 2^-11 to 2^-7; views need only columns.
 HostBytes pack_random_adapter(const ModelConfig& config, std::vector<AdapterRecord>& records, uint64_t seed);

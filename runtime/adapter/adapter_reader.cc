@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "kernels/base/thread.h"
+#include "runtime/adapter/load_cache.h"
 
 namespace moelora {
 
@@ -32,6 +33,7 @@ void AdapterReader::add(std::shared_ptr<TieredImage> image) {
     AdapterRead& read = ring_[num_added_ % kMaxReads];
     read.image = std::move(image);
     read.status = Status::kOk;
+    read.growing.reset();
     cancelled_[num_added_ % kMaxReads] = false;
     ++num_added_;
   }
@@ -40,7 +42,18 @@ void AdapterReader::add(std::shared_ptr<TieredImage> image) {
 
 bool AdapterReader::is_working() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return num_done_ < num_added_;
+  return num_done_ < num_added_ || is_telling_;
+}
+
+void AdapterReader::show_growing() {
+  if (is_empty()) {
+    return;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (num_done_ < num_begun_) {
+    const AdapterRead& read = ring_[num_done_ % kMaxReads];
+    read.image->growing = read.growing;
+  }
 }
 
 bool AdapterReader::take(AdapterRead* out) {
@@ -69,19 +82,32 @@ void AdapterReader::cancel(const TieredImage& image) {
   work_.notify_all();
 }
 
-void AdapterReader::discard(std::shared_ptr<const AdapterImage> copy) {
+void AdapterReader::discard(std::shared_ptr<const AdapterImage> copy, std::shared_ptr<LoadCache> cache, Keep keep) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    discarded_.push_back(std::move(copy));
+    discarded_.push_back({std::move(copy), std::move(cache), keep});
   }
   work_.notify_all();
 }
 
-void AdapterReader::reserve(size_t num_copies) {
+void AdapterReader::reserve(size_t num_calls) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (num_copies > num_reserved_) {
-    num_reserved_ = std::max(num_copies, 2 * num_reserved_);
+  if (num_calls > num_reserved_) {
+    num_reserved_ = std::max(num_calls, 2 * num_reserved_);
     discarded_.reserve(num_reserved_);
+  }
+}
+
+void AdapterReader::free(Discarded& discarded) {
+  if (discarded.cache == nullptr) {
+    return;
+  }
+  if (discarded.keep == Keep::kNothing) {
+    discarded.cache->clear();
+  } else if (discarded.keep == Keep::kPlans) {
+    discarded.cache->free_memory();
+  } else if (discarded.copy.use_count() == 1) {  // its last owner may do what it likes with it
+    discarded.cache->keep_memory(std::move(std::const_pointer_cast<AdapterImage>(discarded.copy)->stream));
   }
 }
 
@@ -92,6 +118,9 @@ void AdapterReader::free_discarded(std::unique_lock<std::mutex>& lock) {
   freeing_.reserve(num_reserved_);  // it is the next to be filled
   std::swap(freeing_, discarded_);
   lock.unlock();
+  for (Discarded& discarded : freeing_) {
+    free(discarded);
+  }
   freeing_.clear();
   lock.lock();
 }
@@ -129,9 +158,7 @@ void AdapterReader::run() {
     } else {
       read(next);
     }
-    lock.lock();
-    ++num_done_;
-    lock.unlock();
+    end(next);
     if (wake_) {
       wake_();
     }
@@ -139,10 +166,37 @@ void AdapterReader::run() {
   }
 }
 
+void AdapterReader::end(AdapterRead& read) {
+  std::shared_ptr<AdapterImage> growing;  // if it failed, it may be freed here, without the lock
+  std::unique_lock<std::mutex> lock(mutex_);
+  growing = std::move(read.growing);
+  const bool is_whole = read.status == Status::kOk;
+  ++num_done_;  // from here on the caller may take it
+  is_telling_ = true;
+  lock.unlock();
+  // Only now: whoever has copied all of it finds the read ended.
+  if (growing != nullptr && is_whole) {
+    growing->progress.finish();
+  } else if (growing != nullptr) {
+    growing->progress.fail();
+  }
+  growing.reset();
+  lock.lock();
+  is_telling_ = false;
+}
+
 void AdapterReader::read(AdapterRead& read) {
   const auto begun = std::chrono::steady_clock::now();
   try {
-    read.loaded = reload_adapter(*read.image, *config_);
+    read.loaded = reload_adapter(*read.image, *config_, [&](const std::shared_ptr<AdapterImage>& growing) {
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        read.growing = growing;
+      }
+      if (wake_) {
+        wake_();
+      }
+    });
   } catch (const Error& error) {
     read.status = error.status();
     read.message = error.what();

@@ -134,34 +134,32 @@ bool pack_tile(const TileSource& source, bool is_a, Packed* tile) {
 }
 
 template <class Stored, class Packed>
-bool pack_block(const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block, std::byte* matrix) {
+bool pack_block(const TiledMatrix& matrix, int32_t block, const std::byte* data, std::byte* out) {
   constexpr auto kStoredBytes = static_cast<int64_t>(sizeof(Stored));
-  const int32_t panels = ceil_div(rank, kTileRanks);
+  const MatrixView& view = *matrix.view;
+  const int32_t panels = ceil_div(matrix.rank, kTileRanks);
   const int32_t blocks = ceil_div(view.columns, kTileColumns);
-  const std::byte* data =
-      view.tensor->data + (view.offset + int64_t{block} * kTileColumns * view.column_stride) * kStoredBytes;
   bool finite = true;
   for (int32_t panel = 0; panel < panels; ++panel) {
-    const int64_t tile = is_a ? int64_t{panel} * blocks + block : int64_t{block} * panels + panel;
+    const int64_t tile = matrix.is_a ? int64_t{panel} * blocks + block : int64_t{block} * panels + panel;
     const TileSource source{data + int64_t{panel} * kTileRanks * view.rank_stride * kStoredBytes, view.rank_stride,
-                            view.column_stride, std::min(kTileRanks, rank - panel * kTileRanks),
+                            view.column_stride, std::min(kTileRanks, matrix.rank - panel * kTileRanks),
                             std::min(kTileColumns, view.columns - block * kTileColumns)};
-    std::byte* out = matrix + tile * tile_granules(dtype) * static_cast<int64_t>(kGranuleBytes);
-    finite &= pack_tile<Stored>(source, is_a, reinterpret_cast<Packed*>(out));
+    std::byte* at = out + tile * tile_granules(matrix.dtype) * static_cast<int64_t>(kGranuleBytes);
+    finite &= pack_tile<Stored>(source, matrix.is_a, reinterpret_cast<Packed*>(at));
   }
   return finite;
 }
 
 template <class Packed>
-bool pack_block_from(Dtype stored, const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block,
-                     std::byte* matrix) {
-  switch (stored) {
+bool pack_block_to(const TiledMatrix& matrix, int32_t block, const std::byte* data, std::byte* out) {
+  switch (matrix.stored) {
     case Dtype::kF32:
-      return pack_block<float, Packed>(view, rank, dtype, is_a, block, matrix);
+      return pack_block<float, Packed>(matrix, block, data, out);
     case Dtype::kF16:
-      return pack_block<F16, Packed>(view, rank, dtype, is_a, block, matrix);
+      return pack_block<F16, Packed>(matrix, block, data, out);
     case Dtype::kBf16:
-      return pack_block<Bf16, Packed>(view, rank, dtype, is_a, block, matrix);
+      return pack_block<Bf16, Packed>(matrix, block, data, out);
   }
   MOELORA_ASSERT(false);
 }
@@ -185,21 +183,16 @@ bool parse_dtype(const std::string& name, Dtype& dtype) {
   return false;
 }
 
-bool pack_column_block(const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block, std::byte* matrix) {
-  Dtype stored = Dtype::kF32;
-  MOELORA_ASSERT(parse_dtype(view.tensor->dtype, stored));
-  MOELORA_ASSERT(dtype == Dtype::kBf16 || dtype == Dtype::kF32);
-  return dtype == Dtype::kBf16 ? pack_block_from<uint16_t>(stored, view, rank, dtype, is_a, block, matrix)
-                               : pack_block_from<float>(stored, view, rank, dtype, is_a, block, matrix);
+bool pack_column_block(const TiledMatrix& matrix, int32_t block, const std::byte* data, std::byte* out) {
+  MOELORA_ASSERT(matrix.dtype == Dtype::kBf16 || matrix.dtype == Dtype::kF32);
+  return matrix.dtype == Dtype::kBf16 ? pack_block_to<uint16_t>(matrix, block, data, out)
+                                      : pack_block_to<float>(matrix, block, data, out);
 }
 
-bool pack_bias(const StoredTensor& tensor, std::byte* out) {
-  Dtype stored = Dtype::kF32;
-  MOELORA_ASSERT(parse_dtype(tensor.dtype, stored));
-  const auto count = static_cast<size_t>(tensor.elements());
+bool pack_bias(Dtype stored, size_t count, const std::byte* data, std::byte* out) {
   bool finite = true;
   for (size_t i = 0; i < count; ++i) {
-    const float value = load_element(tensor.data, stored, i);
+    const float value = load_element(data, stored, i);
     finite &= (std::bit_cast<uint32_t>(value) & 0x7f800000u) != 0x7f800000u;
     std::memcpy(out + i * sizeof value, &value, sizeof value);
   }

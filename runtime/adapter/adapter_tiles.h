@@ -12,12 +12,22 @@
 
 namespace moelora {
 
-// Writes the tiles of columns 64 * block .. +63, of all ranks; `matrix` is where the matrix begins in the stream, and
-// holds zeros where nothing is written. False if a written value is not finite.
-bool pack_column_block(const MatrixView& view, int32_t rank, Dtype dtype, bool is_a, int32_t block, std::byte* matrix);
+// An A or B as it is stored and as it is in the stream.
+struct TiledMatrix {
+  const MatrixView* view = nullptr;
+  Dtype stored = Dtype::kF32;
+  int32_t rank = 0;
+  Dtype dtype = Dtype::kBf16;  // in the stream
+  bool is_a = false;
+};
 
-// Writes a stored vector as fp32. False if a value is not finite.
-bool pack_bias(const StoredTensor& tensor, std::byte* out);
+// Writes the tiles of columns 64 * block .. +63, of all ranks, from `data`, where the block's first element is stored;
+// `out` is where the matrix begins in the stream, and holds zeros where nothing is written. False if a written value is
+// not finite.
+bool pack_column_block(const TiledMatrix& matrix, int32_t block, const std::byte* data, std::byte* out);
+
+// Writes `count` values stored at `data` as fp32. False if a value is not finite.
+bool pack_bias(Dtype stored, size_t count, const std::byte* data, std::byte* out);
 
 // Dtype of a stored tensor; false if it is none that adapters use.
 bool parse_dtype(const std::string& name, Dtype& dtype);

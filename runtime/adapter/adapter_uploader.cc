@@ -17,6 +17,9 @@ constexpr int64_t kChunkBytesHost = int64_t{1} << 20;
 // One core copies slower than the bus. On the CPU the steps need the cores.
 constexpr int kNumCopiersGpu = 4;
 constexpr int64_t kSliceBytes = int64_t{1} << 20;
+// How long an upload waits for its stream before others have their turn, and how often all are looked at when none can
+// go on.
+constexpr std::chrono::microseconds kStreamPoll{200};
 
 int64_t chunk_bytes_of(int64_t page_bytes, bool is_host) {
   const int64_t wanted = is_host ? kChunkBytesHost : kChunkBytesGpu;
@@ -45,6 +48,9 @@ AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Ker
   staging_ = device.allocate_staging(kNumChunks * static_cast<size_t>(chunk_bytes_), "staging of adapters");
   for (size_t i = 0; i < kNumChunks; ++i) {
     chunks_[i].memory = staging_ + i * static_cast<size_t>(chunk_bytes_);
+  }
+  for (size_t i = 0; i < kMaxUploads; ++i) {
+    ring_[i] = &entries_[i];
   }
   try {
     thread_ = start_thread([this] { run(); });
@@ -78,13 +84,16 @@ void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> imag
   }
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Upload& upload = ring_[num_added_ % kMaxUploads];
-    upload.slot = slot;
-    upload.image = std::move(image);
-    upload.pages = pages;
-    upload.bytes = bytes;
-    upload.status = Status::kOk;
-    cancelled_[num_added_ % kMaxUploads] = false;
+    Entry& entry = *ring_[num_added_ % kMaxUploads];
+    entry.num_copied = 0;
+    entry.cancelled = false;
+    entry.upload.slot = slot;
+    entry.upload.image = std::move(image);
+    entry.upload.pages = pages;
+    entry.upload.bytes = bytes;
+    entry.upload.status = Status::kOk;
+    entry.upload.message.clear();
+    entry.upload.ms = 0;
     ++num_added_;
   }
   work_.notify_all();
@@ -92,7 +101,7 @@ void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> imag
 
 bool AdapterUploader::is_working() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return num_done_ < num_added_;
+  return next() != nullptr;
 }
 
 bool AdapterUploader::take(Upload* out) {
@@ -105,7 +114,7 @@ bool AdapterUploader::take(Upload* out) {
     if (num_taken_ == num_done_) {
       return false;
     }
-    done = std::move(ring_[num_taken_++ % kMaxUploads]);
+    done = std::move(ring_[num_taken_++ % kMaxUploads]->upload);
   }
   *out = std::move(done);
   return true;
@@ -115,83 +124,120 @@ void AdapterUploader::cancel(int32_t slot) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (uint64_t i = num_done_; i < num_added_; ++i) {
-      if (ring_[i % kMaxUploads].slot == slot) {
-        cancelled_[i % kMaxUploads] = true;
-      }
+      Entry& entry = *ring_[i % kMaxUploads];
+      entry.cancelled = entry.cancelled || entry.upload.slot == slot;
     }
   }
   work_.notify_all();
 }
 
+bool AdapterUploader::can_go_on(const Entry& entry) const {
+  const AdapterImage& image = *entry.upload.image;
+  const auto bytes = std::min<int64_t>(static_cast<int64_t>(image.stream.size()), entry.num_copied + chunk_bytes_);
+  return entry.cancelled || !image.progress.is_growing() ||
+         image.progress.wait_for(static_cast<uint64_t>(bytes), std::chrono::microseconds(0));
+}
+
+AdapterUploader::Entry* AdapterUploader::next() {
+  for (uint64_t i = num_done_; i < num_added_; ++i) {
+    if (can_go_on(*ring_[i % kMaxUploads])) {
+      return ring_[i % kMaxUploads];
+    }
+  }
+  return nullptr;
+}
+
 void AdapterUploader::run() {
-  bool entered = false;
-  for (;;) {
-    size_t index = 0;
-    {
-      std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    Entry* entry = next();
+    if (entry == nullptr && num_done_ == num_added_) {
       work_.wait(lock, [&] { return stopping_ || num_done_ < num_added_; });
-      if (stopping_) {
-        return;
+    } else if (entry == nullptr) {
+      work_.wait_for(lock, kStreamPoll);
+    } else {
+      lock.unlock();
+      if (take_turn(*entry)) {
+        end(*entry);
       }
-      index = num_done_ % kMaxUploads;
-    }
-    Upload& upload = ring_[index];
-    Status status = Status::kOk;
-    std::string message;
-    const auto begun = std::chrono::steady_clock::now();
-    try {
-      if (!entered) {
-        device_.enter_thread();
-        entered = true;
-      }
-      copy(upload, cancelled_[index]);
-    } catch (const Error& error) {
-      status = error.status();
-      message = error.what();
-    } catch (const std::exception& error) {
-      status = Status::kInternal;
-      message = error.what();
-    }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      upload.status = status;
-      upload.message = std::move(message);
-      upload.ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begun).count();
-      ++num_done_;
-    }
-    if (wake_) {
-      wake_();
+      lock.lock();
     }
   }
 }
 
-void AdapterUploader::wait_for_turn(const std::atomic<bool>& cancelled) {
+bool AdapterUploader::take_turn(Entry& entry) {
+  const auto begun = std::chrono::steady_clock::now();
+  bool has_ended = true;
+  try {
+    if (!has_entered_) {
+      device_.enter_thread();
+      has_entered_ = true;
+    }
+    has_ended = copy(entry);
+  } catch (const Error& error) {
+    entry.upload.status = error.status();
+    entry.upload.message = error.what();
+  } catch (const std::exception& error) {
+    entry.upload.status = Status::kInternal;
+    entry.upload.message = error.what();
+  }
+  entry.upload.ms += std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begun).count();
+  return has_ended;
+}
+
+void AdapterUploader::end(Entry& entry) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    uint64_t at = num_done_;
+    while (ring_[at % kMaxUploads] != &entry) {
+      ++at;
+    }
+    for (; at > num_done_; --at) {  // the others keep their order
+      std::swap(ring_[at % kMaxUploads], ring_[(at - 1) % kMaxUploads]);
+    }
+    ++num_done_;
+  }
+  if (wake_) {
+    wake_();
+  }
+}
+
+void AdapterUploader::wait_for_turn(const Entry& entry) {
   if (bytes_per_second_ > 0) {
     std::unique_lock<std::mutex> lock(mutex_);
-    work_.wait_until(lock, next_chunk_, [&] { return stopping_ || cancelled; });
+    work_.wait_until(lock, next_chunk_, [&] { return stopping_ || entry.cancelled; });
   }
   if (stopping_) {
     throw Error(Status::kClosed, "the engine was released");
   }
-  if (cancelled) {
+  if (entry.cancelled) {
     throw Error(Status::kCancelled, "the upload was given up");
   }
 }
 
-void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancelled) {
+bool AdapterUploader::copy(Entry& entry) {
+  const Upload& upload = entry.upload;
+  const StreamProgress& progress = upload.image->progress;
   const auto bytes = static_cast<int64_t>(upload.image->stream.size());
   try {
-    int64_t turn = 0;
-    for (int64_t at = 0; at < bytes; at += chunk_bytes_) {
-      wait_for_turn(cancelled);
-      const auto begun = std::chrono::steady_clock::now();
-      const Chunk& chunk = chunks_[static_cast<size_t>(turn++) % kNumChunks];
-      chunk.fence->wait();
+    while (entry.num_copied < bytes) {
+      const int64_t at = entry.num_copied;
       const int64_t count = std::min(chunk_bytes_, bytes - at);
+      wait_for_turn(entry);
+      if (!progress.wait_for(static_cast<uint64_t>(at + count), kStreamPoll)) {
+        if (progress.is_growing()) {
+          return false;
+        }
+        throw Error(Status::kCancelled, "its stream could not be made");
+      }
+      const auto begun = std::chrono::steady_clock::now();
+      const Chunk& chunk = chunks_[num_chunks_++ % kNumChunks];
+      chunk.fence->wait();
       fill(chunk.memory, upload.image->stream.data() + at, count);
       const PageId* pages = upload.pages + at / pool_.page_bytes();
       kernels_.write_pages({pool_.base(), pool_.page_bytes(), chunk.memory, count, pages}, *stream_);
       chunk.fence->record(*stream_);
+      entry.num_copied += count;
       if (upload.bytes != nullptr) {
         upload.bytes->fetch_add(static_cast<uint64_t>(count));
       }
@@ -211,6 +257,7 @@ void AdapterUploader::copy(const Upload& upload, const std::atomic<bool>& cancel
     }
     throw;
   }
+  return true;
 }
 
 void AdapterUploader::fill(std::byte* to, const std::byte* from, int64_t bytes) {

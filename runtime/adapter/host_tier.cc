@@ -7,6 +7,7 @@
 
 #include "kernels/base/error.h"
 #include "runtime/adapter/adapter.h"
+#include "runtime/adapter/adapter_uploader.h"
 #include "runtime/adapter/reload_cost.h"
 
 namespace moelora {
@@ -36,7 +37,8 @@ void HostTier::add(const std::shared_ptr<TieredImage>& image) {
                                     "largest of the others needs " +
                                     std::to_string(largest));
   }
-  reader_.reserve(images_.size() + 1 + AdapterReader::kMaxReads);
+  // Each image may be evicted and removed before the reader looks; reads and uploads that failed come on top.
+  reader_.reserve(2 * (images_.size() + 1) + AdapterReader::kMaxReads + AdapterUploader::kMaxUploads);
   if (is_reloadable) {
     droppable_sizes_.insert(bytes);
   } else {
@@ -52,7 +54,7 @@ void HostTier::add(const std::shared_ptr<TieredImage>& image) {
   stats_.bytes += bytes;
   note_copy(*image);
   if (is_reloadable && !has_room(0)) {
-    drop(*image);  // what others have used is worth more than what nobody has
+    drop(*image, AdapterReader::Keep::kMemory);  // what others have used is worth more than what nobody has
   }
 }
 
@@ -63,8 +65,11 @@ void HostTier::remove(TieredImage& image) {
   } else {
     bytes_undroppable_ -= image.stream_bytes;
   }
+  const auto keep = images_.size() > 1 ? AdapterReader::Keep::kPlans : AdapterReader::Keep::kNothing;
   if (image.host != nullptr) {
-    drop(image);
+    drop(image, keep);
+  } else {
+    reader_.discard(nullptr, image.options.cache, keep);
   }
   --stats_.images_on_disk;
   const size_t index = image.host_index;
@@ -111,7 +116,7 @@ bool HostTier::make_room(uint64_t bytes, Evict evict) {
       return false;
     }
     level_ = std::max(level_, value(*image));
-    drop(*image);
+    drop(*image, AdapterReader::Keep::kMemory);
     ++stats_.evictions;
   }
   return true;
@@ -126,13 +131,13 @@ void HostTier::note_copy(TieredImage& image) {
   note_use(image);
 }
 
-void HostTier::drop(TieredImage& image) {
+void HostTier::drop(TieredImage& image, AdapterReader::Keep keep) {
   if (image.is_reloadable()) {
     copies_[image.copy_index] = copies_.back();
     copies_[image.copy_index]->copy_index = image.copy_index;
     copies_.pop_back();
   }
-  reader_.discard(std::move(image.host));
+  reader_.discard(std::move(image.host), image.options.cache, keep);
   image.host.reset();
   image.is_fresh = false;
   stats_.bytes -= image.stream_bytes;
@@ -140,27 +145,33 @@ void HostTier::drop(TieredImage& image) {
   ++stats_.images_on_disk;
 }
 
-bool HostTier::fetch(const std::shared_ptr<TieredImage>& image, Evict evict) {
+std::shared_ptr<const AdapterImage> HostTier::fetch(const std::shared_ptr<TieredImage>& image, Evict evict) {
   if (image->host != nullptr) {
-    return true;
+    return image->host;
   }
-  if (!image->is_reading && !reader_.is_full() && make_room(image->stream_bytes, evict)) {
+  if (image->is_reading) {
+    return image->growing;
+  }
+  if (!reader_.is_full() && make_room(image->stream_bytes, evict)) {
     image->is_reading = true;
     stats_.bytes += image->stream_bytes;
     reader_.add(image);
   }
-  return false;
+  return nullptr;
 }
 
 void HostTier::begin_upload(TieredImage& image) {
-  MOELORA_ASSERT(image.host != nullptr && !image.is_copied_from);
+  MOELORA_ASSERT((image.host != nullptr || image.is_reading) && !image.is_copied_from);
   image.is_copied_from = true;
   image.is_fresh = false;
   note_use(image);
 }
 
-void HostTier::end_upload(TieredImage& image) {
+void HostTier::end_upload(TieredImage& image, std::vector<FailedLoad>& failed) {
   image.is_copied_from = false;
+  if (image.is_reading) {
+    poll(failed);
+  }
   make_room(0, Evict::kAny);
 }
 
@@ -168,12 +179,16 @@ void HostTier::poll(std::vector<FailedLoad>& failed) {
   for (AdapterRead read; reader_.take(&read);) {
     TieredImage& image = *read.image;
     image.is_reading = false;
+    if (read.loaded == nullptr && image.growing != nullptr) {
+      discard(std::move(image.growing));
+    }
+    image.growing.reset();
     if (read.loaded != nullptr) {
       stats_.read_ms += read.loaded->read_ms;
       stats_.pack_ms += read.loaded->pack_ms;
       ++stats_.loads;
       image.host = std::move(read.loaded);
-      image.is_fresh = true;
+      image.is_fresh = !image.is_copied_from && image.slot == 0;
       --stats_.images_on_disk;
       note_copy(image);
       make_room(0, Evict::kAny);  // a copy that cannot be dropped may have come meanwhile
@@ -184,6 +199,7 @@ void HostTier::poll(std::vector<FailedLoad>& failed) {
       failed.push_back({std::move(read.image), read.status, std::move(read.message)});
     }
   }
+  reader_.show_growing();
 }
 
 void HostTier::audit() const {
@@ -196,7 +212,7 @@ void HostTier::audit() const {
   for (size_t i = 0; i < images_.size(); ++i) {
     const TieredImage& image = *images_[i];
     MOELORA_ASSERT(image.host_index == i && (image.host == nullptr || !image.is_reading));
-    MOELORA_ASSERT(!image.is_copied_from || image.host != nullptr);
+    MOELORA_ASSERT(image.growing == nullptr || image.is_reading);
     MOELORA_ASSERT(image.is_reloadable() || image.host != nullptr);
     MOELORA_ASSERT(image.host == nullptr || image.host->stream.size() == image.stream_bytes);
     copies += image.host != nullptr ? 1 : 0;

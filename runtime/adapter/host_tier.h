@@ -5,7 +5,8 @@
 //
 // Any image that was added can be brought to host memory at some time: the budget holds all that cannot be dropped and
 // the largest that can. A copy that is being uploaded, or read, counts and cannot leave, so that one added meanwhile
-// may bring the sum over the budget until that has ended. While one is read the bytes of its file come on top.
+// may bring the sum over the budget until that has ended. The memory of one copy that left may be kept for the next
+// read (LoadCache) and comes on top.
 #pragma once
 
 #include <cstdint>
@@ -49,11 +50,17 @@ class HostTier {
   void add(const std::shared_ptr<TieredImage>& image);
   // Nobody has the image any more. It must not be on its way anywhere.
   void remove(TieredImage& image);
-  // True if the copy is there. Otherwise it is on its way, or waits for the reader or for room: ask again.
-  [[nodiscard]] bool fetch(const std::shared_ptr<TieredImage>& image, Evict evict);
-  // Between the two the copy is being uploaded.
+  // The copy, or what is there of it while it is read. Null: it waits for the reader or for room; ask again.
+  [[nodiscard]] std::shared_ptr<const AdapterImage> fetch(const std::shared_ptr<TieredImage>& image, Evict evict);
+  // Between the two the copy that `fetch` gave is being uploaded. When all of a copy that was still being read has
+  // been, its read is taken here; what failed is appended.
   void begin_upload(TieredImage& image);
-  void end_upload(TieredImage& image);
+  void end_upload(TieredImage& image, std::vector<FailedLoad>& failed);
+  // Somebody's copy of an image, freed elsewhere if nobody else has it.
+  void discard(std::shared_ptr<const AdapterImage> copy) {
+    const std::shared_ptr<LoadCache> cache = copy->options.cache;
+    reader_.discard(std::move(copy), cache, AdapterReader::Keep::kMemory);
+  }
   void note_use(TieredImage& image);
   void cancel(const TieredImage& image) { reader_.cancel(image); }
   // Takes what was read; appends what failed.
@@ -72,7 +79,7 @@ class HostTier {
   bool make_room(uint64_t bytes, Evict evict);
   [[nodiscard]] TieredImage* coldest(Evict evict) const;
   void note_copy(TieredImage& image);
-  void drop(TieredImage& image);
+  void drop(TieredImage& image, AdapterReader::Keep keep);
   [[nodiscard]] double value(const TieredImage& image) const;
 
   uint64_t bytes_max_;

@@ -30,13 +30,14 @@ struct TieredImage : AdapterFacts {
   bool is_known = false;  // to a HostTier
   int32_t slot = 0;       // of the adapter table, from `place` on; 0 = none
 
-  std::shared_ptr<const AdapterImage> host;  // null: on disk only
-  size_t host_index = 0;                     // in HostTier's images
-  size_t copy_index = 0;                     // in its copies
-  bool is_reading = false;                   // the host copy is on its way from the disk
-  bool is_copied_from = false;               // the uploader reads the host copy
-  bool is_fresh = false;                     // read and not yet copied to the device
-  double host_level = 0;                     // what the tier's level was when this was last used
+  std::shared_ptr<const AdapterImage> host;     // null: on disk only
+  std::shared_ptr<const AdapterImage> growing;  // what is there of the copy while it is read
+  size_t host_index = 0;                        // in HostTier's images
+  size_t copy_index = 0;                        // in its copies
+  bool is_reading = false;                      // the host copy is on its way from the disk
+  bool is_copied_from = false;                  // the uploader reads the host copy
+  bool is_fresh = false;                        // read and no upload has begun since
+  double host_level = 0;                        // what the tier's level was when this was last used
   uint64_t last_used = 0;
 
   std::atomic<uint64_t> bytes_uploaded{0};  // of stream_bytes, of its last upload; grows beside the steps

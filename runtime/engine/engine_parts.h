@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "runtime/adapter/load_cache.h"
 #include "runtime/engine/engine.h"
 #include "runtime/engine/scheduler.h"
 #include "runtime/engine/step_input.h"
@@ -73,6 +74,7 @@ class Engine::Parts {
   std::unique_ptr<Stream> stream;
   std::unique_ptr<PagePool> pool;
   std::unique_ptr<PrefixCache> prefix;  // null: option prefix_cache = false
+  std::shared_ptr<LoadCache> load_cache = std::make_shared<LoadCache>();  // images hold it too
   std::unique_ptr<AdapterCache> adapters;
   std::unique_ptr<SwapSpace> swap_space;  // null without swap_memory_bytes
   std::unique_ptr<Scheduler> scheduler;

@@ -10,7 +10,7 @@ namespace moelora {
 namespace {
 
 std::atomic<uint64_t> next_id{1};
-constexpr int32_t kLoadThreadsMax = 8;
+constexpr int32_t kLoadThreadsMax = 12;
 
 }  // namespace
 
@@ -19,7 +19,8 @@ AdapterLoadOptions Engine::adapter_load_options() const {
   options.max_rank = parts_->info.max_lora_rank;
   options.compute = parts_->options.compute;  // bf16 on a GPU: its kernels read bf16 streams only
   // On the CPU the steps need the cores.
-  options.num_threads = parts_->info.is_cuda ? std::clamp(host_resources().num_cores / 2, 1, kLoadThreadsMax) : 1;
+  options.num_threads = parts_->info.is_cuda ? std::clamp(host_resources().num_cores * 3 / 4, 1, kLoadThreadsMax) : 1;
+  options.cache = parts_->load_cache;
   const std::string& orientation = parts_->options.expert_orientation;
   if (orientation == "natural") {
     options.orientation = ExpertOrientation::kNatural;

@@ -37,13 +37,17 @@ size_t stored_dtype_bytes(const std::string& dtype) {
   throw Error(Status::kCorrupt, fmt::format("{}: tensor '{}': {}", path, printable(tensor), what));
 }
 
-// The header's text, after the checks that need no JSON.
-std::string header_text(const std::string& path, const std::byte* data, size_t bytes) {
+// Bytes at the start of a file that say how long its header is.
+constexpr size_t kStartBytes = 8 + sizeof kLfsMark;
+
+// Of the header's text, after the checks that need no JSON. `start` holds the first kStartBytes of the file's `bytes`,
+// or all.
+size_t header_length(const std::string& path, const std::byte* start, size_t bytes) {
   if (bytes == 0) {
     fail(path, "the file is empty");
   }
   const size_t mark = sizeof kLfsMark - 1;
-  if (bytes >= mark && std::memcmp(data, kLfsMark, mark) == 0) {
+  if (bytes >= mark && std::memcmp(start, kLfsMark, mark) == 0) {
     fail(path, "this is a Git-LFS pointer, not the file itself; fetch it with 'git lfs pull'");
   }
   if (bytes < 8) {
@@ -51,7 +55,7 @@ std::string header_text(const std::string& path, const std::byte* data, size_t b
   }
   uint64_t length = 0;
   for (size_t i = 0; i < 8; ++i) {
-    length |= static_cast<uint64_t>(std::to_integer<unsigned>(data[i])) << (8 * i);
+    length |= static_cast<uint64_t>(std::to_integer<unsigned>(start[i])) << (8 * i);
   }
   if (length > bytes - 8) {
     fail(path, fmt::format("the header claims {} bytes, but only {} follow (truncated, or not a safetensors file)",
@@ -60,7 +64,7 @@ std::string header_text(const std::string& path, const std::byte* data, size_t b
   if (length > kHeaderBytesMax) {
     fail(path, fmt::format("a header of {} bytes is over the limit of {}", length, kHeaderBytesMax));
   }
-  return {reinterpret_cast<const char*>(data) + 8, static_cast<size_t>(length)};
+  return static_cast<size_t>(length);
 }
 
 uint64_t to_unsigned(const Json& value, const std::string& path, const std::string& tensor, const char* key) {
@@ -78,9 +82,10 @@ const Json& tensor_array(const Json& entry, const std::string& path, const std::
   return *found;
 }
 
-// One entry of the header; the end of its range is checked against the file here, its neighbours later.
+// One entry of the header; the end of its range is checked against the file here, its neighbours later. `data`: the
+// values of all tensors, or null; they begin at `data_offset`.
 StoredTensor parse_tensor(const std::string& path, const std::string& name, const Json& entry, const std::byte* data,
-                          uint64_t data_bytes) {
+                          uint64_t data_offset, uint64_t data_bytes) {
   if (!entry.is_object()) {
     fail_tensor(path, name, "the header entry is not an object");
   }
@@ -125,7 +130,8 @@ StoredTensor parse_tensor(const std::string& path, const std::string& name, cons
                 fmt::format("{} {} needs {} bytes, data_offsets [{}, {}) hold {}", tensor.dtype, tensor.shape_text(),
                             expected, begin, end, end - begin));
   }
-  tensor.data = data + begin;
+  tensor.data = data == nullptr ? nullptr : data + begin;
+  tensor.offset = data_offset + begin;
   tensor.bytes = static_cast<size_t>(end - begin);
   return tensor;
 }
@@ -142,7 +148,7 @@ void check_metadata(const std::string& path, const Json& metadata) {
 }
 
 // Ranges must cover the data exactly: an overlap or a hole is a broken or a forged file.
-void check_ranges(const std::string& path, const std::vector<StoredTensor>& tensors, const std::byte* data,
+void check_ranges(const std::string& path, const std::vector<StoredTensor>& tensors, uint64_t data_offset,
                   size_t data_bytes) {
   std::vector<const StoredTensor*> order;
   order.reserve(tensors.size());
@@ -150,12 +156,12 @@ void check_ranges(const std::string& path, const std::vector<StoredTensor>& tens
     order.push_back(&tensor);
   }
   std::sort(order.begin(), order.end(), [](const StoredTensor* a, const StoredTensor* b) {
-    return a->data != b->data ? a->data < b->data : a->bytes < b->bytes;
+    return a->offset != b->offset ? a->offset < b->offset : a->bytes < b->bytes;
   });
   size_t end = 0;
   const StoredTensor* previous = nullptr;
   for (const StoredTensor* tensor : order) {
-    const size_t begin = static_cast<size_t>(tensor->data - data);
+    const auto begin = static_cast<size_t>(tensor->offset - data_offset);
     if (begin < end) {
       fail_tensor(path, tensor->name, fmt::format("its data overlap those of '{}'", printable(previous->name)));
     }
@@ -202,14 +208,19 @@ struct SafetensorsFile::Impl {
   std::vector<StoredTensor> tensors;
   std::unordered_map<std::string, size_t> index;
 
-  void parse() {
-    const std::string text = header_text(path, data, bytes);
+  void parse_whole() {
+    const size_t length = header_length(path, data, bytes);
+    parse({reinterpret_cast<const char*>(data) + 8, length});
+  }
+
+  void parse(const std::string& text) {
     const Json header = parse_json(text, path + " (header)", kHeaderBytesMax);
     if (!header.is_object()) {
       fail(path, "the header is not a JSON object");
     }
-    const std::byte* values = data + 8 + text.size();
-    const size_t value_bytes = bytes - 8 - text.size();
+    const size_t value_offset = 8 + text.size();
+    const std::byte* values = data == nullptr ? nullptr : data + value_offset;
+    const size_t value_bytes = bytes - value_offset;
     tensors.reserve(header.size());
     for (const auto& [name, entry] : header.get_ref<const Json::object_t&>()) {
       if (name == "__metadata__") {
@@ -217,9 +228,9 @@ struct SafetensorsFile::Impl {
         continue;
       }
       index.emplace(name, tensors.size());
-      tensors.push_back(parse_tensor(path, name, entry, values, value_bytes));
+      tensors.push_back(parse_tensor(path, name, entry, values, value_offset, value_bytes));
     }
-    check_ranges(path, tensors, values, value_bytes);
+    check_ranges(path, tensors, value_offset, value_bytes);
   }
 };
 
@@ -233,7 +244,7 @@ std::unique_ptr<SafetensorsFile> SafetensorsFile::open(const std::string& path) 
   impl.file = std::make_unique<MappedFile>(path);
   impl.data = impl.file->data();
   impl.bytes = impl.file->bytes();
-  impl.parse();
+  impl.parse_whole();
   return result;
 }
 
@@ -244,7 +255,28 @@ std::unique_ptr<SafetensorsFile> SafetensorsFile::from_memory(const std::byte* d
   impl.path = label;
   impl.data = data;
   impl.bytes = bytes;
-  impl.parse();
+  impl.parse_whole();
+  return result;
+}
+
+std::string SafetensorsFile::read_header(const ByteSource& source) {
+  std::byte scratch[kStartBytes];
+  const std::byte* start = source.read(0, std::min(kStartBytes, source.bytes()), scratch);
+  std::string header(header_length(source.label(), start, source.bytes()), '\0');
+  auto* text = reinterpret_cast<std::byte*>(header.data());
+  const std::byte* read = source.read(8, header.size(), text);
+  if (read != text) {
+    std::memcpy(text, read, header.size());
+  }
+  return header;
+}
+
+std::unique_ptr<SafetensorsFile> SafetensorsFile::from_header(const std::string& header, const ByteSource& source) {
+  std::unique_ptr<SafetensorsFile> result(new SafetensorsFile);
+  Impl& impl = *result->impl_;
+  impl.path = source.label();
+  impl.bytes = source.bytes();
+  impl.parse(header);
   return result;
 }
 

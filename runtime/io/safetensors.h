@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// safetensors files, mapped read-only. Everything in the header is checked against the file before any tensor is
-// handed out: header length, offsets inside the file, no overlap, no hole, sizes that match dtype and shape.
+// safetensors files, mapped read-only or read by their header alone. Everything in the header is checked against the
+// file before any tensor is handed out: header length, offsets inside the file, no overlap, no hole, sizes that match
+// dtype and shape.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "runtime/io/byte_source.h"
+
 namespace moelora {
 
 // A tensor in a mapped file or in memory; borrowed from its SafetensorsFile.
@@ -17,7 +20,8 @@ struct StoredTensor {
   std::string name;
   std::string dtype;  // as in the file: "BF16", "F32", "U8", ...
   std::vector<int64_t> shape;
-  const std::byte* data = nullptr;
+  const std::byte* data = nullptr;  // null if only the header was read
+  uint64_t offset = 0;              // of the first byte, from the start of the file
   size_t bytes = 0;
   [[nodiscard]] int64_t elements() const;
   [[nodiscard]] std::string shape_text() const;  // "[2, 3]"
@@ -30,6 +34,10 @@ class SafetensorsFile {
   static std::unique_ptr<SafetensorsFile> open(const std::string& path);
   // Over memory that outlives the object; `label` stands for the path in messages.
   static std::unique_ptr<SafetensorsFile> from_memory(const std::byte* data, size_t bytes, const std::string& label);
+  // The JSON text of a header, checked for its length and nothing else.
+  static std::string read_header(const ByteSource& source);
+  // Over that text; nothing else of the source is read.
+  static std::unique_ptr<SafetensorsFile> from_header(const std::string& header, const ByteSource& source);
   ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
@@ -37,7 +45,7 @@ class SafetensorsFile {
   [[nodiscard]] const std::string& path() const;
   [[nodiscard]] const std::vector<StoredTensor>& tensors() const;         // in file order
   [[nodiscard]] const StoredTensor* find(const std::string& name) const;  // null = none
-  [[nodiscard]] const std::byte* data() const;                            // the whole file
+  [[nodiscard]] const std::byte* data() const;                            // the whole file; null after from_header
   [[nodiscard]] size_t bytes() const;
 
  private:

@@ -2,6 +2,7 @@
 #include "runtime/memory/host_memory.h"
 
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -98,6 +99,8 @@ class HostMemory final : public std::pmr::memory_resource {
   HostAllocator allocator_;
 };
 
+constexpr uintptr_t kHugePageBytes = uintptr_t{2} << 20;
+
 }  // namespace
 
 bool set_host_allocator(const HostAllocator& allocator) {
@@ -118,6 +121,15 @@ std::pmr::memory_resource* host_memory() {
     return new HostMemory(choice().allocator);
   }();
   return instance;
+}
+
+void advise_huge_pages(std::byte* memory, size_t bytes) {
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const uintptr_t first = (begin + kHugePageBytes - 1) / kHugePageBytes * kHugePageBytes;
+  const uintptr_t end = (begin + bytes) / kHugePageBytes * kHugePageBytes;
+  if (first < end) {
+    ::madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  }
 }
 
 const char* host_memory_name() {

@@ -26,6 +26,10 @@ std::pmr::memory_resource* host_memory();
 // "mimalloc", "C" or "host"; makes the choice if it was not made yet.
 const char* host_memory_name();
 
+// Asks the system to back the whole huge pages inside with huge pages, before they are touched: faults of 4 KiB pages
+// take longer than filling them. No effect but on speed, and none on small memory.
+void advise_huge_pages(std::byte* memory, size_t bytes);
+
 // Bytes in host_memory() that nobody writes before they are of use: `resize` leaves what the memory held, since filling
 // a gigabyte with zeros takes longer than filling it with an adapter.
 template <class T>

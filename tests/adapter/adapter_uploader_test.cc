@@ -11,6 +11,7 @@
 
 #include "kernels/base/error.h"
 #include "tests/support/catch.h"
+#include "tests/support/comes_true.h"
 #include "tests/support/test_device.h"
 
 namespace moelora::test {
@@ -201,6 +202,96 @@ TEST_CASE("uploads: a bound on the rate, whose waits end with the upload") {
   CHECK(!uploader.take(&none));
   uploader.stop();
   CHECK(take(uploader).status == Status::kClosed);
+}
+
+TEST_CASE("uploads: a stream is copied as far as it is made, to its end only when it is whole") {
+  Pages pages;
+  std::atomic<int> chunks{0};
+  pages.plan->chunk_queued = [&] { ++chunks; };
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
+  const auto image = image_of(4 << 20, 1);
+  const std::vector<std::byte> bytes(image->stream.begin(), image->stream.end());
+  std::fill(image->stream.begin(), image->stream.end(), std::byte{0});
+  image->progress.begin();
+  uploader.add(1, image, pages.ids.data());
+  CHECK(!uploader.is_working());  // it waits
+  CHECK(chunks == 0);
+  const size_t chunk = (1 << 20) / kPage * kPage;
+  const size_t half = 2 * chunk + 100;
+  std::copy(bytes.begin(), bytes.begin() + half, image->stream.begin());
+  image->progress.publish(half);
+  REQUIRE(comes_true([&] { return chunks == 2 && !uploader.is_working(); }));
+  std::copy(bytes.begin() + half, bytes.end(), image->stream.begin() + half);
+  image->progress.publish(bytes.size() - 1);
+  REQUIRE(comes_true([&] { return chunks == static_cast<int>((bytes.size() - 1) / chunk) && !uploader.is_working(); }));
+  Upload none;
+  CHECK(!uploader.take(&none));
+  image->progress.finish();
+  CHECK(take(uploader).status == Status::kOk);
+  for (size_t at = 0; at < bytes.size(); at += kPage) {
+    const auto page = static_cast<size_t>(pages.ids[at / kPage]);
+    CHECK(std::memcmp(pages.pool.base() + page * kPage, bytes.data() + at,
+                      std::min<size_t>(kPage, bytes.size() - at)) == 0);
+  }
+}
+
+TEST_CASE("uploads: whole streams pass those that wait for theirs, which go on in their order") {
+  Pages pages;
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
+  std::vector<std::shared_ptr<AdapterImage>> growing;
+  for (int32_t slot = 1; slot <= 4; ++slot) {
+    const auto image = image_of(3 << 20, static_cast<unsigned>(slot));
+    if (slot != 3) {
+      growing.push_back(image);
+      image->progress.begin();
+      image->progress.publish(slot == 1 ? 2 << 20 : 0);
+    }
+    uploader.add(slot, image, pages.ids.data());
+  }
+  CHECK(take(uploader).slot == 3);
+  growing[1]->progress.finish();
+  CHECK(take(uploader).slot == 2);
+  REQUIRE(comes_true([&] { return !uploader.is_working(); }));
+  uploader.add(5, image_of(1 << 10, 5), pages.ids.data());
+  CHECK(take(uploader).slot == 5);
+  growing[2]->progress.finish();
+  growing[0]->progress.finish();
+  int32_t slots = 0;
+  for (int i = 0; i < 2; ++i) {
+    const Upload upload = take(uploader);
+    CHECK(upload.status == Status::kOk);
+    CHECK(upload.image->stream.size() == 3 << 20);
+    slots += upload.slot;
+  }
+  CHECK(slots == 1 + 4);
+  CHECK(uploader.is_empty());
+}
+
+TEST_CASE("uploads: one whose stream fails, is given up or meets the end does not wait") {
+  Pages pages;
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
+  const auto growing = [&](int32_t slot) {
+    const auto image = image_of(4 << 20, static_cast<unsigned>(slot));
+    image->progress.begin();
+    image->progress.publish(2 << 20);
+    uploader.add(slot, image, pages.ids.data());
+    return image;
+  };
+  const auto failed = growing(1);
+  growing(2);
+  uploader.add(3, image_of(1 << 10, 3), pages.ids.data());
+  CHECK(take(uploader).status == Status::kOk);  // it need not wait for them
+  REQUIRE(comes_true([&] { return !uploader.is_working(); }));
+  failed->progress.fail();
+  CHECK(take(uploader).status == Status::kCancelled);
+  REQUIRE(comes_true([&] { return !uploader.is_working(); }));
+  uploader.cancel(2);
+  CHECK(take(uploader).status == Status::kCancelled);
+  growing(4);
+  REQUIRE(comes_true([&] { return !uploader.is_working(); }));
+  uploader.stop();
+  Upload none;
+  CHECK(!uploader.take(&none));
 }
 
 }  // namespace moelora::test

@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "runtime/adapter/adapter.h"
+#include "runtime/adapter/load_cache.h"
 #include "tests/support/adapter_folder.h"
 #include "tests/support/catch.h"
 #include "tests/support/comes_true.h"
@@ -14,11 +15,14 @@ namespace moelora::test {
 namespace {
 
 struct Tier {
-  explicit Tier(uint64_t budget, int64_t rate = 0) : tier(budget, &model, nullptr, rate) {}
+  explicit Tier(uint64_t budget, int64_t rate = 0, std::function<void()> on_read = nullptr)
+      : tier(budget, &model, std::move(on_read), rate) {}
 
   std::shared_ptr<TieredImage> folder(const std::string& name, int32_t rank = 8, uint32_t seed = 1) {
     write_adapter_folder(dir.file(name), model, rank, seed);
-    return add(load_adapter_dir(dir.file(name), model, {}));
+    AdapterLoadOptions options;
+    options.cache = cache;
+    return add(load_adapter_dir(dir.file(name), model, options));
   }
   std::shared_ptr<TieredImage> random(uint64_t seed, int32_t rank = 8) {
     return add(random_adapter(model, rank, true, false, seed));
@@ -35,7 +39,7 @@ struct Tier {
     bool is_there = false;
     comes_true([&] {
       tier.poll(failed);
-      is_there = failed.empty() && tier.fetch(image, Evict::kAny);
+      is_there = failed.empty() && tier.fetch(image, Evict::kAny) != nullptr && image->host != nullptr;
       tier.audit();
       return is_there || !failed.empty();
     });
@@ -47,11 +51,18 @@ struct Tier {
   void use(const std::shared_ptr<TieredImage>& image) {
     REQUIRE(bring(image));
     tier.begin_upload(*image);
-    tier.end_upload(*image);
+    end_upload(*image);
+  }
+
+  void end_upload(TieredImage& image) {
+    std::vector<FailedLoad> failed;
+    tier.end_upload(image, failed);
+    REQUIRE(failed.empty());
   }
 
   TempDir dir;
   ModelConfig model = tiny_moe();
+  std::shared_ptr<LoadCache> cache = std::make_shared<LoadCache>();
   HostTier tier;
 };
 
@@ -127,7 +138,7 @@ TEST_CASE("the least recently used copy of equal cost leaves first; one in use, 
   tier.use(images[6]);
   CHECK(in_host(0));
   CHECK(!in_host(4));
-  tier.tier.end_upload(*images[0]);
+  tier.end_upload(*images[0]);
   // Of 0, 5 and 6, 0 is the oldest; pinned, it waits here for a place on the device.
   Adapter adapter;
   adapter.image = images[0];
@@ -240,10 +251,16 @@ TEST_CASE("copies are freed when they are dropped and when their image goes") {
   const auto third = tier.folder("third", 8, 3);
   const std::weak_ptr<const AdapterImage> first_copy = first->host;
   const std::weak_ptr<const AdapterImage> second_copy = second->host;
+  // The memory of what was evicted serves the next read, or goes with the first image that does.
+  HostBytes memory;
+  CHECK(comes_true([&] { return !(memory = tier.cache->take_memory(bytes)).empty(); }));  // the third's
   CHECK(tier.bring(third));
   CHECK(comes_true([&] { return first_copy.expired(); }));
+  CHECK(tier.cache->take_memory(bytes).empty());
+  tier.cache->keep_memory(std::move(memory));
   tier.tier.remove(*second);
   CHECK(comes_true([&] { return second_copy.expired(); }));
+  CHECK(tier.cache->take_memory(bytes).empty());
   CHECK(tier.tier.stats().bytes == bytes);
   tier.tier.remove(*first);
   tier.tier.remove(*third);
@@ -251,6 +268,48 @@ TEST_CASE("copies are freed when they are dropped and when their image goes") {
   CHECK(tier.tier.stats().images == 0);
   CHECK(tier.tier.stats().images_on_disk == 0);
   CHECK(tier.tier.images().empty());
+}
+
+TEST_CASE("what is being read can be uploaded before it is whole") {
+  const uint64_t bytes = bytes_of_rank(8);
+  std::atomic<int> calls{0};
+  std::atomic<bool> goes_on{false};
+  Tier tier(bytes, 0, [&] {
+    if (++calls % 2 == 1) {  // its stream has been laid out
+      comes_true([&] { return goes_on.load(); });
+    }
+  });
+  const auto first = tier.folder("first", 8, 1);
+  const auto second = tier.folder("second", 8, 2);
+  for (const bool changed : {false, true}) {
+    const auto& image = changed ? first : second;
+    REQUIRE(image->host == nullptr);
+    goes_on = false;
+    const int calls_before = calls;
+    CHECK(tier.tier.fetch(image, Evict::kAny) == nullptr);
+    REQUIRE(comes_true([&] { return calls > calls_before; }));
+    std::vector<FailedLoad> failed;
+    tier.tier.poll(failed);
+    const std::shared_ptr<const AdapterImage> growing = tier.tier.fetch(image, Evict::kAny);
+    REQUIRE(growing != nullptr);
+    CHECK(growing->stream.size() == bytes);
+    CHECK(growing->progress.is_growing());
+    CHECK(!growing->progress.wait_for(bytes, {}));
+    CHECK(image->host == nullptr);
+    tier.tier.begin_upload(*image);
+    tier.tier.audit();
+    if (changed) {
+      write_adapter_folder(tier.dir.file("first"), tier.model, 8, 7);
+    }
+    goes_on = true;
+    REQUIRE(comes_true([&] { return !growing->progress.is_growing(); }));
+    CHECK(growing->progress.wait_for(bytes, {}) == !changed);
+    tier.tier.end_upload(*image, failed);  // whoever has copied all of it finds the read ended
+    tier.tier.audit();
+    CHECK(image->host == (changed ? nullptr : growing));
+    CHECK(failed.size() == (changed ? 1 : 0));
+    CHECK(tier.tier.stats().loads == 1);
+  }
 }
 
 TEST_CASE("a bound on the rate of reading; stopping ends the wait") {
@@ -265,7 +324,7 @@ TEST_CASE("a bound on the rate of reading; stopping ends the wait") {
     REQUIRE(tier.bring(images[i]));
   }
   CHECK(std::chrono::steady_clock::now() - begun >= std::chrono::milliseconds(150));
-  CHECK(!tier.tier.fetch(images[0], Evict::kAny));
+  CHECK(tier.tier.fetch(images[0], Evict::kAny) == nullptr);
   tier.tier.stop();
 }
 

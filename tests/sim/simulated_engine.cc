@@ -21,9 +21,17 @@ double now_ms() {
 }
 
 // In the place of the one that reads PEFT folders: what Simulation::load has said of the image is all there is.
-std::shared_ptr<const AdapterImage> reload_adapter(const AdapterFacts& facts, const ModelConfig&) {
+// Every second image can be copied to the device while it is read.
+std::shared_ptr<const AdapterImage> reload_adapter(const AdapterFacts& facts, const ModelConfig&,
+                                                   const AdapterBegun& begun) {
+  const auto image =
+      sim::make_image(facts.fingerprint, static_cast<int32_t>(facts.stream_bytes / kGranuleBytes), page_bytes, true);
+  if (facts.fingerprint % 2 == 0) {
+    image->progress.begin();
+    begun(image);
+  }
   wait_for_disk();
-  return sim::make_image(facts.fingerprint, static_cast<int32_t>(facts.stream_bytes / kGranuleBytes), page_bytes, true);
+  return image;
 }
 
 namespace sim {

@@ -148,7 +148,7 @@ void linear(const LinearArgs& args, Stream&) {
 
 }  // namespace
 
-std::shared_ptr<const AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes, bool has_folder) {
+std::shared_ptr<AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes, bool has_folder) {
   auto made = std::make_shared<AdapterImage>();
   made->stream.resize(static_cast<size_t>(granules) * kGranuleBytes);
   made->stream_bytes = made->stream.size();

@@ -37,7 +37,7 @@ struct AdapterKey {
 
 // Of `granules` KiB; every page begins with a word of its own, the first one goes on with the number of pages.
 // With a folder it can be made again.
-std::shared_ptr<const AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes, bool has_folder);
+std::shared_ptr<AdapterImage> make_image(uint64_t image, int32_t granules, int64_t page_bytes, bool has_folder);
 
 // The stamp of the token behind those of `before`.
 Stamp next_stamp(const std::vector<Stamp>& before, int32_t token, const AdapterKey& adapter);
