@@ -96,10 +96,10 @@ class Job {
       for (size_t i = part.begin; i < part.end; ++i) {
         const MatrixPlace& place = plan_.matrices[i];
         const TiledMatrix& matrix = place.matrix;
-        if (block * kTileColumns < matrix.view->columns &&
+        if (block * kTileColumns < matrix.view.columns &&
             !pack_column_block(matrix, block, data + (block_offset(matrix, block) - offset),
                                stream_ + static_cast<size_t>(place.granule) * kGranuleBytes)) {
-          refused = matrix.view->tensor;
+          refused = matrix.view.tensor;
         }
       }
     }
@@ -154,7 +154,7 @@ HostBytes pack_random_adapter(const ModelConfig& config, std::vector<AdapterReco
   HostBytes stream = plan.make_stream({});
   TileRandom random(seed);
   for (const MatrixPlace& place : plan.matrices) {
-    random.fill_matrix(place.matrix.rank, place.matrix.view->columns, place.matrix.is_a,
+    random.fill_matrix(place.matrix.rank, place.matrix.view.columns, place.matrix.is_a,
                        stream.data() + static_cast<size_t>(place.granule) * kGranuleBytes);
   }
   return stream;

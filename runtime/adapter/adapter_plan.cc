@@ -121,12 +121,12 @@ std::shared_ptr<const AdapterPlan> plan_adapter(const std::string& config_json, 
   const LoadContext context{model, config, options, weights.label(), plan->warnings};
   const AdapterPairs found = collect_pairs(*plan->file, context);
   refuse_saved_modules(context);
-  plan->records = make_records(found, context);
+  std::vector<AdapterRecord> records = make_records(found, context);
   warn_unused_targets(found.pairs, context);
-  plan->stream = plan_stream(model, plan->records, weights.label());
+  plan->stream = plan_stream(model, records, weights.label());
   plan->reads = plan_reads(plan->stream.matrices);
   AdapterFacts& facts = plan->facts;
-  describe_records(plan->records, facts);
+  describe_records(records, facts);
   facts.stream_bytes = plan->stream.bytes();
   facts.alpha = static_cast<float>(config.alpha);
   facts.rank = config.rank;

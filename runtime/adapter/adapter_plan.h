@@ -16,13 +16,12 @@
 
 namespace moelora {
 
-// Immutable. The plans point into `records`, they into `file`.
+// Immutable. The plans point into `file`.
 struct AdapterPlan {
   std::string config_json;
   std::string header;          // JSON text
   AdapterLoadOptions options;  // without a cache
   std::unique_ptr<SafetensorsFile> file;
-  std::vector<AdapterRecord> records;
   StreamPlan stream;
   ReadPlan reads;
   AdapterFacts facts;  // but fingerprints, times and where it came from

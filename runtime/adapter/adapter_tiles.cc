@@ -136,7 +136,7 @@ bool pack_tile(const TileSource& source, bool is_a, Packed* tile) {
 template <class Stored, class Packed>
 bool pack_block(const TiledMatrix& matrix, int32_t block, const std::byte* data, std::byte* out) {
   constexpr auto kStoredBytes = static_cast<int64_t>(sizeof(Stored));
-  const MatrixView& view = *matrix.view;
+  const MatrixView& view = matrix.view;
   const int32_t panels = ceil_div(matrix.rank, kTileRanks);
   const int32_t blocks = ceil_div(view.columns, kTileColumns);
   bool finite = true;

@@ -14,7 +14,7 @@ namespace moelora {
 
 // An A or B as it is stored and as it is in the stream.
 struct TiledMatrix {
-  const MatrixView* view = nullptr;
+  MatrixView view;
   Dtype stored = Dtype::kF32;
   int32_t rank = 0;
   Dtype dtype = Dtype::kBf16;  // in the stream

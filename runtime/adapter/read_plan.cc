@@ -20,11 +20,11 @@ struct Extent {
 };
 
 int32_t num_blocks(const TiledMatrix& matrix) {
-  return ceil_div(matrix.view->columns, kTileColumns);
+  return ceil_div(matrix.view.columns, kTileColumns);
 }
 
 Extent extent_of(const TiledMatrix& matrix, int32_t first_block, int32_t end_block) {
-  const MatrixView& view = *matrix.view;
+  const MatrixView& view = matrix.view;
   const int64_t last_column = std::min(end_block * kTileColumns, view.columns) - 1;
   const int64_t last = view.offset + (matrix.rank - 1) * view.rank_stride + last_column * view.column_stride;
   return {block_offset(matrix, first_block),
@@ -33,7 +33,7 @@ Extent extent_of(const TiledMatrix& matrix, int32_t first_block, int32_t end_blo
 
 // Blocks of columns lie one after the other in the file, not beside each other.
 bool has_rows_of_ranks(const TiledMatrix& matrix) {
-  return matrix.view->column_stride > (matrix.rank - 1) * matrix.view->rank_stride;
+  return matrix.view.column_stride > (matrix.rank - 1) * matrix.view.rank_stride;
 }
 
 // What of a matrix is looked at to find those that are interleaved with it.
@@ -42,7 +42,7 @@ Extent head_of(const TiledMatrix& matrix) {
 }
 
 bool belong_together(const TiledMatrix& first, const Extent& heads, const TiledMatrix& next) {
-  return next.view->tensor == first.view->tensor && next.view->column_stride == first.view->column_stride &&
+  return next.view.tensor == first.view.tensor && next.view.column_stride == first.view.column_stride &&
          has_rows_of_ranks(next) == has_rows_of_ranks(first) && head_of(next).begin < heads.end;
 }
 
@@ -105,7 +105,7 @@ void append_units(ReadPlan& plan) {
 }  // namespace
 
 uint64_t block_offset(const TiledMatrix& matrix, int32_t block) {
-  const MatrixView& view = *matrix.view;
+  const MatrixView& view = matrix.view;
   return view.tensor->offset + static_cast<uint64_t>(view.offset + int64_t{block} * kTileColumns * view.column_stride) *
                                    dtype_bytes(matrix.stored);
 }
@@ -116,7 +116,7 @@ ReadPlan plan_reads(const std::vector<MatrixPlace>& matrices) {
   order.reserve(matrices.size());
   for (size_t i = 0; i < matrices.size(); ++i) {
     const TiledMatrix& matrix = matrices[i].matrix;
-    order.emplace_back(matrix.view->tensor->offset, block_offset(matrix, 0), i);
+    order.emplace_back(matrix.view.tensor->offset, block_offset(matrix, 0), i);
   }
   std::sort(order.begin(), order.end());
   ReadPlan plan;

@@ -86,7 +86,7 @@ class Planner {
     }
     const int32_t granule =
         take(int64_t{matrix_granules(record.rank, view.columns, record.dtype)} * static_cast<int64_t>(kGranuleBytes));
-    MatrixPlace place{{&view, Dtype::kBf16, record.rank, record.dtype, is_a}, granule};
+    MatrixPlace place{{view, Dtype::kBf16, record.rank, record.dtype, is_a}, granule};
     if (view.tensor != nullptr) {
       MOELORA_ASSERT(parse_dtype(view.tensor->dtype, place.matrix.stored));
       shared_.emplace(key, granule);
@@ -133,11 +133,11 @@ void clear_what_is_not_filled(const StreamPlan& plan, HostBytes& stream) {
   };
   for (const MatrixPlace& place : plan.matrices) {
     const TiledMatrix& matrix = place.matrix;
-    if (matrix.rank % kTileRanks != 0 || matrix.view->columns % kTileColumns != 0) {
+    if (matrix.rank % kTileRanks != 0 || matrix.view.columns % kTileColumns != 0) {
       continue;
     }
     clear_until(place.granule);
-    done = place.granule + matrix_granules(matrix.rank, matrix.view->columns, matrix.dtype);
+    done = place.granule + matrix_granules(matrix.rank, matrix.view.columns, matrix.dtype);
   }
   clear_until(plan.num_granules);
 }

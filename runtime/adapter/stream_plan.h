@@ -36,7 +36,7 @@ struct StreamPlan {
   [[nodiscard]] HostBytes make_stream(HostBytes memory) const;
 };
 
-// Sorts `records` (pack_adapter). The plan borrows them: they must outlive it and keep their place. Throws
+// Sorts `records` by layer, dense before experts, expert, module; their tensors must outlive the plan. Throws
 // Error{kAdapterMismatch} naming tensors when two records are the same linear, {kUnsupported} if it is too large.
 StreamPlan plan_stream(const ModelConfig& config, std::vector<AdapterRecord>& records, const std::string& file);
 

@@ -33,13 +33,13 @@ void check_blocks(const ReadPlan& plan) {
       const TiledMatrix& matrix = plan.matrices[i].matrix;
       REQUIRE(plan.matrices[i].granule >= part.granule);
       for (int32_t block = part.first_block; block < part.end_block; ++block) {
-        if (block * kTileColumns >= matrix.view->columns) {
+        if (block * kTileColumns >= matrix.view.columns) {
           continue;
         }
         ++seen[{i, block}];
         const uint64_t first = block_offset(matrix, block);
-        const int32_t columns = std::min(kTileColumns, matrix.view->columns - block * kTileColumns);
-        const int64_t last = (matrix.rank - 1) * matrix.view->rank_stride + (columns - 1) * matrix.view->column_stride;
+        const int32_t columns = std::min(kTileColumns, matrix.view.columns - block * kTileColumns);
+        const int64_t last = (matrix.rank - 1) * matrix.view.rank_stride + (columns - 1) * matrix.view.column_stride;
         REQUIRE(first >= part.offset);
         REQUIRE(first + static_cast<uint64_t>(last + 1) * dtype_bytes(matrix.stored) <= part.end_offset);
       }
@@ -47,7 +47,7 @@ void check_blocks(const ReadPlan& plan) {
   }
   size_t blocks = 0;
   for (const MatrixPlace& place : plan.matrices) {
-    blocks += static_cast<size_t>(ceil_div(place.matrix.view->columns, kTileColumns));
+    blocks += static_cast<size_t>(ceil_div(place.matrix.view.columns, kTileColumns));
   }
   CHECK(seen.size() == blocks);
   CHECK(std::all_of(seen.begin(), seen.end(), [](const auto& entry) { return entry.second == 1; }));
