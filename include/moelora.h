@@ -376,7 +376,8 @@ enum {
   MOELORA_ADAPTER_EXPERTS_NATURAL = 4,   /* 3-D expert tensors: orientation, where it cannot be told from shapes */
   MOELORA_ADAPTER_EXPERTS_REVERSED = 8,
   MOELORA_ADAPTER_B_RANK_MAJOR = 16,     /* 3-D expert tensors: how B is laid out, where it cannot be told */
-  MOELORA_ADAPTER_B_GROUPED = 32
+  MOELORA_ADAPTER_B_GROUPED = 32,
+  MOELORA_ADAPTER_LAZY = 64              /* a folder: its values are read when a request or a prefetch wants them */
 };
 /** Flags of unloading. since 0.1 */
 enum { MOELORA_UNLOAD_IF_IDLE = 1 };
@@ -418,7 +419,7 @@ typedef struct moelora_adapter_info {
   int32_t reserved;
   uint64_t host_bytes;       /* of its packed form, in host memory or not */
   uint64_t file_bytes;
-  uint64_t fingerprint;      /* of the contents */
+  uint64_t fingerprint;      /* of the contents; 0: a lazily loaded one whose values were not read yet */
   char dtype[16];            /* as stored: BF16, F16, F32, mixed */
   double read_ms;            /* opening its files, reading and checking their headers; 0 of a random one */
   double pack_ms;            /* reading and checking the values, packing them in host memory */
@@ -434,6 +435,8 @@ typedef struct moelora_adapter_info {
     With the option host_memory_bytes an adapter that is not in use may leave host memory and is then read from the
     folder again when a request wants it; if its contents are others by then, such requests end with E_IO naming the
     file. E_NOMEM if the option is too small to hold the adapter beside those that cannot be read again.
+    With MOELORA_ADAPTER_LAZY config and header alone are read and checked now, so that thousands are registered in
+    seconds; requests that want an adapter whose values are at fault end with the error that loading would have given.
     Errors: E_EXISTS, E_IO, E_CORRUPT, E_UNSUPPORTED, E_ADAPTER_MISMATCH, E_NOMEM, naming file and tensor or key.
     Ownership: caller owns the handle, moelora_adapter_unload. Threads: any; blocks. */
 MOELORA_API moelora_status moelora_adapter_load_dir(moelora_engine *engine, const char *name, size_t name_len,

@@ -51,7 +51,7 @@ struct AdapterFacts {
   uint64_t file_bytes = 0;
   uint64_t config_fingerprint = 0;  // of config bytes
   uint64_t header_fingerprint = 0;  // of them and the weights file's header
-  uint64_t fingerprint = 0;         // of config and weights bytes
+  uint64_t fingerprint = 0;         // of config and weights bytes; 0: the values were not read yet
   double read_ms = 0;               // opening the files, reading and checking their headers; 0 of a random one
   double pack_ms = 0;               // reading and checking the values and making the stream
   // Where it can be read again, and how. Empty: made from memory, or random.
@@ -71,6 +71,10 @@ struct AdapterImage : AdapterFacts {
 // it at any time; one that changes while it is read is refused with kIo.
 std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
                                                      const AdapterLoadOptions& options);
+// The same folder by its config and header alone: the image has no stream, its values are read and checked by the first
+// reload_adapter. Errors but those of values.
+std::shared_ptr<const AdapterImage> describe_adapter_dir(const std::string& dir, const ModelConfig& config,
+                                                         const AdapterLoadOptions& options);
 // Called once with an image whose stream is about to be filled: its progress says how far. The caller must end it with
 // `finish` or `fail` when the load has ended.
 using AdapterBegun = std::function<void(const std::shared_ptr<AdapterImage>&)>;

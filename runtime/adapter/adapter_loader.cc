@@ -82,10 +82,14 @@ std::shared_ptr<const AdapterPlan> plan_of(std::string header, const AdapterFile
   return plan;
 }
 
-// `expected`, if not null, has the fingerprints that the files must have. `begun` as in reload_adapter.
+// How much of the files is read.
+enum class Read : uint8_t { kHeader, kAll };
+
+// `expected`, if not null, has the fingerprints that the files must have, as far as they are known. `begun` as in
+// reload_adapter.
 std::shared_ptr<AdapterImage> build_image(const AdapterFiles& files, const ModelConfig& model,
-                                          const AdapterLoadOptions& options, const AdapterFacts* expected,
-                                          Stream& workers, Clock::time_point start, const AdapterBegun& begun) {
+                                          const AdapterLoadOptions& options, Read read, const AdapterFacts* expected,
+                                          Clock::time_point start, const AdapterBegun& begun) {
   auto image = std::make_shared<AdapterImage>();
   AdapterFacts fingerprints;
   std::string header = read_header(files, expected, fingerprints);
@@ -98,6 +102,11 @@ std::shared_ptr<AdapterImage> build_image(const AdapterFiles& files, const Model
   image->header_fingerprint = fingerprints.header_fingerprint;
   image->options = options;
   image->warnings = plan->warnings;
+  if (read == Read::kHeader) {
+    files.weights.check_unchanged();
+    image->read_ms = ms_since(start);
+    return image;
+  }
   image->stream = plan->stream.make_stream(options.cache == nullptr ? HostBytes{}
                                                                     : options.cache->take_memory(plan->stream.bytes()));
   image->read_ms = ms_since(start);
@@ -105,11 +114,12 @@ std::shared_ptr<AdapterImage> build_image(const AdapterFiles& files, const Model
     image->progress.begin();
     begun(image);
   }
+  Stream workers(std::max(1, options.num_threads), 0);
   const PackedAdapter packed = pack_adapter(plan->stream, plan->reads, files.weights, image->stream,
                                             image->header_fingerprint, workers, begun ? &image->progress : nullptr);
   files.weights.check_unchanged();
   image->fingerprint = packed.hash;
-  if (expected != nullptr && image->fingerprint != expected->fingerprint) {
+  if (expected != nullptr && expected->fingerprint != 0 && image->fingerprint != expected->fingerprint) {
     refuse_contents(files.weights.label());
   }
   if (packed.refused != nullptr) {
@@ -121,10 +131,9 @@ std::shared_ptr<AdapterImage> build_image(const AdapterFiles& files, const Model
 }
 
 std::shared_ptr<AdapterImage> load_folder(const std::string& dir, const ModelConfig& config,
-                                          const AdapterLoadOptions& options, const AdapterFacts* expected,
+                                          const AdapterLoadOptions& options, Read read, const AdapterFacts* expected,
                                           const AdapterBegun& begun) {
   const auto start = Clock::now();
-  Stream workers(std::max(1, options.num_threads), 0);
   const std::string config_path = dir + "/adapter_config.json";
   const std::string weights_path = dir + "/adapter_model.safetensors";
   const std::string config_json = read_text(config_path, kConfigBytesMax);
@@ -136,31 +145,40 @@ std::shared_ptr<AdapterImage> load_folder(const std::string& dir, const ModelCon
   }
   const ByteSource weights(weights_path);
   check_unchanged(config_path, config_stamp);  // one of before with weights of after would be neither
-  return build_image({config_json, config_path, weights}, config, options, expected, workers, start, begun);
+  return build_image({config_json, config_path, weights}, config, options, read, expected, start, begun);
+}
+
+std::shared_ptr<const AdapterImage> load_from(const std::string& dir, const ModelConfig& config,
+                                              const AdapterLoadOptions& options, Read read) {
+  const auto image = load_folder(dir, config, options, read, nullptr, {});
+  image->dir = std::filesystem::absolute(dir).string();  // the host may change its working directory
+  return image;
 }
 
 }  // namespace
 
 std::shared_ptr<const AdapterImage> load_adapter_dir(const std::string& dir, const ModelConfig& config,
                                                      const AdapterLoadOptions& options) {
-  const auto image = load_folder(dir, config, options, nullptr, {});
-  image->dir = std::filesystem::absolute(dir).string();  // the host may change its working directory
-  return image;
+  return load_from(dir, config, options, Read::kAll);
+}
+
+std::shared_ptr<const AdapterImage> describe_adapter_dir(const std::string& dir, const ModelConfig& config,
+                                                         const AdapterLoadOptions& options) {
+  return load_from(dir, config, options, Read::kHeader);
 }
 
 std::shared_ptr<const AdapterImage> reload_adapter(const AdapterFacts& facts, const ModelConfig& config,
                                                    const AdapterBegun& begun) {
   MOELORA_ASSERT(!facts.dir.empty());
-  return load_folder(facts.dir, config, facts.options, &facts, begun);
+  return load_folder(facts.dir, config, facts.options, Read::kAll, &facts, begun);
 }
 
 std::shared_ptr<const AdapterImage> load_adapter_memory(const std::string& config_json, const std::byte* weights,
                                                         size_t weights_bytes, const ModelConfig& config,
                                                         const AdapterLoadOptions& options) {
   const auto start = Clock::now();
-  Stream workers(std::max(1, options.num_threads), 0);
   const ByteSource source(weights, weights_bytes, "adapter_model.safetensors");
-  return build_image({config_json, "adapter_config.json", source}, config, options, nullptr, workers, start, {});
+  return build_image({config_json, "adapter_config.json", source}, config, options, Read::kAll, nullptr, start, {});
 }
 
 std::shared_ptr<const AdapterImage> random_adapter(const ModelConfig& config, int32_t rank, bool attention,

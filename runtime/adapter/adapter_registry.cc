@@ -16,7 +16,7 @@ void AdapterCache::add(const std::shared_ptr<Adapter>& adapter) {
                                           " (raise device_memory_bytes or lower max_adapters_resident)");
   }
   TieredImage& image = *adapter->image;
-  if (!image.is_known && image.host == nullptr) {
+  if (!image.is_known && image.was_known && image.host == nullptr) {
     throw Error(Status::kNotFound, "adapter '" + adapter->name + "': what it shares was unloaded");
   }
   if (!image.is_known) {

@@ -45,9 +45,13 @@ void HostTier::add(const std::shared_ptr<TieredImage>& image) {
     bytes_undroppable_ = undroppable;
   }
   image->host_index = images_.size();
-  image->is_known = true;
+  image->is_known = image->was_known = true;
   images_.push_back(image);
   copies_.reserve(images_.capacity());
+  if (image->host == nullptr) {
+    ++stats_.images_on_disk;
+    return;
+  }
   if (!is_reloadable) {
     make_room(bytes, Evict::kAny);
   }
@@ -187,6 +191,10 @@ void HostTier::poll(std::vector<FailedLoad>& failed) {
       stats_.read_ms += read.loaded->read_ms;
       stats_.pack_ms += read.loaded->pack_ms;
       ++stats_.loads;
+      if (image.fingerprint == 0) {  // the first time that its values are read
+        image.fingerprint = read.loaded->fingerprint;
+        image.pack_ms = read.loaded->pack_ms;
+      }
       image.host = std::move(read.loaded);
       image.is_fresh = !image.is_copied_from && image.slot == 0;
       --stats_.images_on_disk;

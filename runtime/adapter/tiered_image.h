@@ -17,8 +17,12 @@ namespace moelora {
 struct Adapter;
 
 struct TieredImage : AdapterFacts {
-  explicit TieredImage(std::shared_ptr<const AdapterImage> image) : AdapterFacts(*image), host(std::move(image)) {
-    stream_bytes = host->stream.size();
+  // An image without a stream is on disk only.
+  explicit TieredImage(std::shared_ptr<const AdapterImage> image) : AdapterFacts(*image) {
+    if (image->stream.size() > 0) {
+      stream_bytes = image->stream.size();
+      host = std::move(image);
+    }
   }
   // The host copy may be dropped.
   [[nodiscard]] bool is_reloadable() const { return !dir.empty(); }
@@ -27,8 +31,9 @@ struct TieredImage : AdapterFacts {
 
   std::vector<Adapter*> adapters;  // registered
   int32_t num_leaving = 0;
-  bool is_known = false;  // to a HostTier
-  int32_t slot = 0;       // of the adapter table, from `place` on; 0 = none
+  bool is_known = false;   // to a HostTier
+  bool was_known = false;  // now or before
+  int32_t slot = 0;        // of the adapter table, from `place` on; 0 = none
 
   std::shared_ptr<const AdapterImage> host;     // null: on disk only
   std::shared_ptr<const AdapterImage> growing;  // what is there of the copy while it is read

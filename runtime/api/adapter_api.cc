@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint32_t kLoadFlags = MOELORA_ADAPTER_LENIENT | MOELORA_ADAPTER_REPLACE | MOELORA_ADAPTER_EXPERTS_NATURAL |
                                 MOELORA_ADAPTER_EXPERTS_REVERSED | MOELORA_ADAPTER_B_RANK_MAJOR |
-                                MOELORA_ADAPTER_B_GROUPED;
+                                MOELORA_ADAPTER_B_GROUPED | MOELORA_ADAPTER_LAZY;
 
 bool both(uint32_t flags, uint32_t a, uint32_t b) {
   return (flags & a) != 0 && (flags & b) != 0;
@@ -76,7 +76,8 @@ moelora_status moelora_adapter_load_dir(moelora_engine* engine, const char* name
     const std::string folder = path_argument("dir", dir, dir_len);
     const AdapterLoadOptions options = load_options(*call->engine, flags);
     check_free_name(*call->engine, adapter_name, flags);
-    auto image = load_adapter_dir(folder, call->engine->info().config, options);
+    const auto load = (flags & MOELORA_ADAPTER_LAZY) != 0 ? describe_adapter_dir : load_adapter_dir;
+    auto image = load(folder, call->engine->info().config, options);
     log_warnings(adapter_name, *image);
     *out = add_adapter(*call, adapter_name, std::move(image), 1.0f, (flags & MOELORA_ADAPTER_REPLACE) != 0);
     return Status::kOk;
@@ -92,6 +93,9 @@ moelora_status moelora_adapter_load_mem(moelora_engine* engine, const char* name
     const std::string adapter_name = name_argument("name", name, name_len);
     const std::string json = text_argument("config_json", config_json, config_json_len, size_t{1} << 24);
     const AdapterLoadOptions options = load_options(*call->engine, flags);
+    if ((flags & MOELORA_ADAPTER_LAZY) != 0) {
+      throw Error(Status::kInvalid, "flags: MOELORA_ADAPTER_LAZY is for folders; memory is not read later");
+    }
     check_free_name(*call->engine, adapter_name, flags);
     if (weights_len > 0) {
       required(static_cast<const char*>(weights), "weights");
@@ -255,10 +259,10 @@ moelora_status moelora_adapter_info_get(moelora_engine* engine, moelora_adapter 
     out.in_flight = found->in_flight.load();
     out.host_bytes = image.stream_bytes;
     out.file_bytes = image.file_bytes;
-    out.fingerprint = image.fingerprint;
+    out.fingerprint = place.fingerprint;
     copy_text(out.dtype, sizeof out.dtype, image.dtype);
     out.read_ms = image.read_ms;
-    out.pack_ms = image.pack_ms;
+    out.pack_ms = place.pack_ms;
     out.upload_ms = found->upload_ms.load();
     out.uploaded_bytes = place.bytes_uploaded;
     out.in_host_memory = place.in_host_memory ? 1 : 0;

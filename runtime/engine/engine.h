@@ -119,6 +119,8 @@ class Engine {
   struct AdapterPlace {
     bool in_host_memory = false;
     uint64_t bytes_uploaded = 0;  // of its stream: to the device, by its last upload
+    uint64_t fingerprint = 0;     // these two are known once its values were read
+    double pack_ms = 0;
   };
   AdapterPlace adapter_place(const Adapter& adapter) const;
   [[nodiscard]] AdapterLoadOptions adapter_load_options() const;

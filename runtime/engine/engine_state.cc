@@ -69,7 +69,8 @@ std::shared_ptr<Adapter> Engine::register_adapter(const std::string& name, std::
 
 Engine::AdapterPlace Engine::adapter_place(const Adapter& adapter) const {
   const std::lock_guard<std::mutex> lock(parts_->mutex);
-  return {adapter.image->host != nullptr, adapter.image->bytes_uploaded.load()};
+  const TieredImage& image = *adapter.image;
+  return {image.host != nullptr, image.bytes_uploaded.load(), image.fingerprint, image.pack_ms};
 }
 
 std::shared_ptr<Adapter> Engine::find_adapter(const std::string& name) const {

@@ -107,7 +107,8 @@ class TraceClient {
   void load_adapter(size_t index) {
     const std::string name = "trace-" + std::to_string(index);
     if (!flags_.adapter_dir.empty()) {
-      adapters_[index] = engine_.load({name, flags_.adapter_dir + "/" + std::to_string(index)});
+      adapters_[index] = engine_.load({name, flags_.adapter_dir + "/" + std::to_string(index)},
+                                      flags_.lazy ? uint32_t{MOELORA_ADAPTER_LAZY} : 0u);
       return;
     }
     must(moelora_adapter_load_random, engine_.get(), name.data(), name.size(), flags_.rank, flags_.targets, index + 1,
@@ -270,6 +271,7 @@ void add_trace_options(CLI::App& command, TraceFlags& flags) {
       ->expected(2)
       ->check(CLI::PositiveNumber);
   command.add_option("--adapter-dir", flags.adapter_dir, "the trace's adapters are its folders 0, 1, ...");
+  command.add_flag("--lazy", flags.lazy, "folders are registered by their headers and read when they are wanted");
   command.add_option("--repeat", flags.repeat, "runs of each number of adapters, by turns")->check(CLI::Range(1, 1000));
   command.add_option("--slo", flags.slo_seconds, "seconds in which a first token is wanted")
       ->check(CLI::PositiveNumber);

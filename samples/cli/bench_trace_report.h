@@ -17,6 +17,7 @@ struct TraceFlags {
   std::vector<int64_t> input_range = {8, 512}, output_range = {8, 512};
   std::vector<int64_t> adapters = {0};
   std::string adapter_dir;  // holds an adapter 0, 1, ... for each; empty: random ones in memory
+  bool lazy = false;        // with adapter_dir
   int32_t rank = 8;
   uint32_t targets = 0;  // MOELORA_RANDOM_*
   int64_t repeat = 1;

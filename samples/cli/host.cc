@@ -84,10 +84,10 @@ moelora_engine_info Engine::info() const {
   return info;
 }
 
-moelora_adapter Engine::load(const AdapterFlag& adapter) const {
+moelora_adapter Engine::load(const AdapterFlag& adapter, uint32_t flags) const {
   moelora_adapter handle = 0;
   must(moelora_adapter_load_dir, engine_, adapter.name.data(), adapter.name.size(), adapter.dir.data(),
-       adapter.dir.size(), 0u, &handle);
+       adapter.dir.size(), flags, &handle);
   return handle;
 }
 

@@ -65,7 +65,8 @@ class Engine {
 
   [[nodiscard]] moelora_engine* get() const { return engine_; }
   [[nodiscard]] moelora_engine_info info() const;
-  [[nodiscard]] moelora_adapter load(const AdapterFlag& adapter) const;
+  // `flags`: MOELORA_ADAPTER_*.
+  [[nodiscard]] moelora_adapter load(const AdapterFlag& adapter, uint32_t flags = 0) const;
   [[nodiscard]] bool has_tokenizer() const;
   void write_timeline(const std::string& path) const;
 

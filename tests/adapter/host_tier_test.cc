@@ -202,6 +202,55 @@ TEST_CASE("what cannot be read again is refused where the budget could not hold 
   CHECK(tier.random(99)->host != nullptr);
 }
 
+TEST_CASE("what was loaded by its header is on disk until it is wanted, and its first read says what it is") {
+  const uint64_t bytes = bytes_of_rank(8);
+  Tier tier(bytes);
+  const std::string path = write_adapter_folder(tier.dir.file("a"), tier.model, 8, 1);
+  const auto whole = load_adapter_dir(path, tier.model, {});
+  const auto described = describe_adapter_dir(path, tier.model, {});
+  CHECK(described->stream.size() == 0);
+  CHECK(described->fingerprint == 0);
+  CHECK(described->stream_bytes == whole->stream.size());
+  CHECK(described->header_fingerprint == whole->header_fingerprint);
+  CHECK(described->modules == whole->modules);
+  CHECK(described->max_rank == whole->max_rank);
+  CHECK(described->dir == whole->dir);
+  const auto lazy = tier.add(described);
+  CHECK(tier.tier.stats().bytes == 0);
+  CHECK(tier.tier.stats().images_on_disk == 1);
+  REQUIRE(tier.bring(lazy));
+  CHECK(bytes_of(*lazy->host) == bytes_of(*whole));
+  CHECK(lazy->fingerprint == whole->fingerprint);
+  CHECK(tier.tier.stats().images_on_disk == 0);
+  // From then on it must stay what it was.
+  tier.use(lazy);
+  const auto other = tier.folder("b", 8, 2);
+  tier.use(other);
+  CHECK(lazy->host == nullptr);
+  write_adapter_folder(tier.dir.file("a"), tier.model, 8, 3);
+  std::vector<FailedLoad> failed;
+  CHECK(!tier.bring(lazy, &failed));
+  REQUIRE(failed.size() == 1);
+  CHECK(failed[0].status == Status::kIo);
+}
+
+TEST_CASE("values at fault in what was loaded by its header are found by its first read") {
+  Tier tier(0);
+  const std::string path = write_adapter_folder(tier.dir.file("a"), tier.model, 8, 1);
+  const std::string weights = path + "/adapter_model.safetensors";
+  const std::string text = read_file(weights);
+  const auto lazy = tier.add(describe_adapter_dir(path, tier.model, {}));
+  write_file(weights, text.substr(0, text.size() - 4) + "\xff\xff\xff\x7f");  // NaN, of whatever width
+  std::vector<FailedLoad> failed;
+  CHECK(!tier.bring(lazy, &failed));
+  REQUIRE(failed.size() == 1);
+  CHECK(failed[0].status == Status::kAdapterMismatch);
+  CHECK(failed[0].message.find("NaN") != std::string::npos);
+  CHECK(failed[0].message.find(weights) != std::string::npos);
+  write_file(weights, text);
+  CHECK(tier.bring(lazy));
+}
+
 TEST_CASE("files that changed, broke or went are refused by name, and others come as before") {
   const uint64_t bytes = bytes_of_rank(8);
   Tier tier(bytes);

@@ -60,7 +60,18 @@ TEST_CASE("adapters: names, identity, info") {
   CHECK(moelora_adapter_load_dir(host.engine, "x", 1, "/no/such", MOELORA_STRLEN, 0, &again, err) == MOELORA_E_IO);
   CHECK(moelora_adapter_load_dir(host.engine, "x", 1, dir.data(), dir.size(), 1024, &again, err) == MOELORA_E_INVALID);
   CHECK(moelora_adapter_load_dir(host.engine, "x", 1, dir.data(), dir.size(), 4 | 8, &again, err) == MOELORA_E_INVALID);
+  CHECK(moelora_adapter_load_mem(host.engine, "x", 1, "{}", 2, "", 0, MOELORA_ADAPTER_LAZY, &again, err) ==
+        MOELORA_E_INVALID);
+  CHECK(err.names("MOELORA_ADAPTER_LAZY"));
   CHECK(again == 0);
+  moelora_adapter lazy = 0;
+  REQUIRE(moelora_adapter_load_dir(host.engine, "lazy", 4, dir.data(), dir.size(), MOELORA_ADAPTER_LAZY, &lazy, err) ==
+          MOELORA_OK);
+  CHECK(info_of(host, lazy).fingerprint == 0);
+  CHECK(info_of(host, lazy).in_host_memory == 0);
+  CHECK(info_of(host, lazy).targets == info_of(host, attn).targets);
+  CHECK(info_of(host, lazy).host_bytes == info_of(host, attn).host_bytes);
+  CHECK(moelora_adapter_unload(host.engine, lazy, 0, nullptr) == MOELORA_OK);
 
   const moelora_adapter_info info = info_of(host, attn);
   const nlohmann::json config = nlohmann::json::parse(read_file(dir + "/adapter_config.json"));

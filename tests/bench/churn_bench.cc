@@ -2,10 +2,11 @@
 // What running streams notice of adapters that are loaded and unloaded all the time: the time between two tokens of a
 // stream in a quiet engine and in one with a thread that loads, by turns, and the tokens, which must be the same bits.
 //
-//   churn_bench MODEL_DIR [STREAMS [TOKENS [RANK [BYTES_PER_SECOND [ROUNDS [random]]]]]]
+//   churn_bench MODEL_DIR [STREAMS [TOKENS [RANK [BYTES_PER_SECOND [ROUNDS [random [DEVICE]]]]]]]
 //
 // BYTES_PER_SECOND bounds the loader (option upload_bytes_per_second; 0 = no bound); "random" takes the shapes of
-// MODEL_DIR/config.json with random weights. Exits 1 if a token differed.
+// MODEL_DIR/config.json with random weights, anything else its weights; DEVICE: cpu (initially) or cuda. Exits 1 if a
+// token differed.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -29,6 +30,7 @@ struct Settings {
   int64_t bytes_per_second = 64 << 20;
   int rounds = 4;
   bool random_weights = false;
+  std::string device = "cpu";
 };
 
 struct Run {
@@ -145,6 +147,7 @@ void append(Run& all, const Run& run) {
 bool bench(const Settings& settings) {
   EngineOptions options;
   options.random_weights = settings.random_weights;
+  options.device = settings.device;
   options.upload_bytes_per_second = settings.bytes_per_second;
   const auto engine = Engine::create(options, settings.model);
   const ModelConfig& config = engine->info().config;
@@ -191,8 +194,9 @@ bool bench(const Settings& settings) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr,
-                 "usage: churn_bench MODEL_DIR [STREAMS [TOKENS [RANK [BYTES_PER_SECOND [ROUNDS [random]]]]]]\n");
+    std::fprintf(
+        stderr,
+        "usage: churn_bench MODEL_DIR [STREAMS [TOKENS [RANK [BYTES_PER_SECOND [ROUNDS [random [DEVICE]]]]]]]\n");
     return 2;
   }
   Settings settings;
@@ -206,6 +210,7 @@ int main(int argc, char** argv) {
   settings.bytes_per_second = number(5, settings.bytes_per_second);
   settings.rounds = static_cast<int>(number(6, settings.rounds));
   settings.random_weights = argc > 7 && std::string(argv[7]) == "random";
+  settings.device = argc > 8 ? argv[8] : "cpu";
   try {
     return bench(settings) ? 0 : 1;
   } catch (const std::exception& error) {

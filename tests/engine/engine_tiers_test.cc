@@ -198,6 +198,27 @@ TEST_CASE("a request waits for files that are read, and nobody else does", "[eng
   CHECK(engine->stats().adapter_host_loads == 1);
 }
 
+TEST_CASE("adapters registered by their headers answer as loaded ones do", "[engine]") {
+  const Folders folders(3);
+  EngineOptions options;
+  options.host_memory_bytes = static_cast<int64_t>(2 * folders.bytes);
+  const auto engine = open(options);
+  const auto eager = open(options);
+  const auto loaded = load_all(*eager, folders);
+  std::vector<std::shared_ptr<Adapter>> lazy;
+  for (size_t i = 0; i < folders.paths.size(); ++i) {
+    auto image = describe_adapter_dir(folders.paths[i], engine->info().config, engine->adapter_load_options());
+    lazy.push_back(engine->register_adapter("lazy " + std::to_string(i), std::move(image), 1.0f, false));
+  }
+  CHECK(engine->stats().adapters_on_disk_only == 3);
+  CHECK(engine->adapter_place(*lazy[2]).fingerprint == 0);
+  for (size_t i = 0; i < lazy.size(); ++i) {
+    CHECK(read_all(*submit(*engine, request_of({1, 2, 3}, 6, lazy[i]))) ==
+          read_all(*submit(*eager, request_of({1, 2, 3}, 6, loaded[i]))));
+    CHECK(engine->adapter_place(*lazy[i]).fingerprint == eager->adapter_place(*loaded[i]).fingerprint);
+  }
+}
+
 TEST_CASE("prefetch brings an adapter from disk to the device; its place can be asked for", "[engine]") {
   const Folders folders(2);
   EngineOptions options;
