@@ -20,8 +20,9 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto, ExpertPath::kFewTokens, ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsTail,
+                                 ExpertPath::kFewRowsBeside};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -30,7 +31,13 @@ struct MoeShape {
 
 inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
   const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {"auto", "few", "many", "many by mma.sync", "few, shrink and expand apart"};
+  const char* paths[] = {"auto",
+                         "few",
+                         "many",
+                         "many by mma.sync",
+                         "few, shrink and expand apart",
+                         "few rows, expand in the tail",
+                         "few rows, shrink beside"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
