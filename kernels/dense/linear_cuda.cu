@@ -18,8 +18,10 @@
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_beside.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
+#include "kernels/dense/linear_path.h"
 #include "kernels/dense/linear_skinny.cuh"
 #include "kernels/dense/linear_stream.cuh"
 #include "kernels/lora/lora_shrink_cuda.h"
@@ -111,8 +113,8 @@ int fill_parts(const LinearArgs& args, Params& common) {
   return tiles;
 }
 
-// Fills what LoRA needs and queues the shrink.
-void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
+// Fills what LoRA needs. Returns the shrink, without modules if there is none.
+DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   DenseShrinkArgs shrink;
   for (int i = 0; i < args.num_parts; ++i) {
     p.parts[i].module = -1;
@@ -123,7 +125,7 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
     }
   }
   if (shrink.num_modules == 0) {
-    return;
+    return shrink;
   }
   shrink.x = args.x;
   shrink.num_rows = args.num_rows;
@@ -135,7 +137,6 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   const size_t shrunk_bytes = static_cast<size_t>(args.num_rows) * static_cast<size_t>(shrink.num_modules) *
                               static_cast<size_t>(shrink.rank_stride) * sizeof(float);
   MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
-  lora_shrink_dense_cuda(shrink, stream);
   p.table = args.lora->table;
   p.row_slot = args.lora->row_slot;
   p.row_scale = args.lora->row_scale;
@@ -143,6 +144,23 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   p.num_modules = shrink.num_modules;
   p.rank_stride = shrink.rank_stride;
   p.layer = args.layer;
+  return shrink;
+}
+
+// The whole op in one launch, if the path says so and it can be.
+bool launch_whole(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
+                  bool large, const CudaStream& state) {
+  if (path != LinearPath::kShrinkBeside || shrink.num_modules == 0 || args.num_rows > SKINNY_ROWS_ALONE || large) {
+    return false;
+  }
+  Launch all(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    if (args.parts[i].weight.dtype == Dtype::kF32) {
+      return false;
+    }
+    all.add(common.parts[i], 16);
+  }
+  return linear::launch_beside(all, shrink, state);
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -171,7 +189,7 @@ void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& s
 
 }  // namespace
 
-void linear_cuda(const LinearArgs& args, Stream& stream) {
+void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
   if (args.num_rows == 0) {
@@ -179,8 +197,14 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  prepare_lora(args, common, stream);
+  const DenseShrinkArgs shrink = prepare_lora(args, common);
   const bool large = tiles >= WIDE_TILES;
+  if (launch_whole(path, args, common, shrink, large, cuda_state(stream))) {
+    return;
+  }
+  if (shrink.num_modules > 0) {
+    lora_shrink_dense_cuda(shrink, stream);
+  }
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
   const CudaStream& state = cuda_state(stream);
@@ -219,6 +243,10 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   if (epilogue.num_parts > 0) {
     launch_epilogue(epilogue, common, state);
   }
+}
+
+void linear_cuda(const LinearArgs& args, Stream& stream) {
+  linear_cuda_by(LinearPath::kAuto, args, stream);
 }
 
 }  // namespace moelora

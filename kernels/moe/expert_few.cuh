@@ -328,6 +328,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     static_assert(sizeof(s.partial) >= kWarps * kTileRanks * kRowsMax * sizeof(float));
     shrink_items<GATE_UP, Range::template kBlocks<8>>(p, items, panels, reinterpret_cast<float*>(s.partial));
   }
+  uint32_t left = 0;  // kBeside, by thread 0: blocks that have left the counters
   uint4 x[kBlocks][2];
   int index_of_x = -1;
 #pragma unroll 1
@@ -349,6 +350,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       if constexpr (LORA == Lora::kBeside) {
         if (threadIdx.x == 0 && group == s.first && at + kTileWarps >= min(group + kSlots, last)) {
           wait_for_count(p.lora.counters, s.items);  // once, while the last weights before the barrier come
+          left = leave(p.lora.counters, gridDim.x);
         }
         __syncwarp();
       }
@@ -382,7 +384,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     wait_for_previous();  // also in a block without a share: its end must mean that all before it has ended
   }
   if (LORA == Lora::kBeside && threadIdx.x == 0) {
-    leave_counters(p.lora.counters, gridDim.x);
+    if (s.first >= last) {
+      left = leave(p.lora.counters, gridDim.x);
+    }
+    clear_after_last(p.lora.counters, left, gridDim.x);
   }
   async_wait<0>();
 }

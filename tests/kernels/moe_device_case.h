@@ -16,6 +16,7 @@
 #include "tests/support/device_adapters.h"
 #include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
+#include "tests/support/launch_count.h"
 #include "tests/support/moe_order.h"
 
 namespace moelora::test {
@@ -193,7 +194,10 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_gate_up_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    }
     return finish(out, dtype, shape.intermediate, scratch);
   }
   // Sorted order, [P, H].
@@ -221,7 +225,10 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_down_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_down_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_down_cuda_by(path, args, *gpu()->stream);
+    }
     return finish(out, dtype, shape.hidden, scratch);
   }
 
@@ -312,7 +319,10 @@ class DeviceMoe {
   std::optional<DeviceOrder> device_order;
   std::vector<int32_t> pair_of;  // [P] t * K + j of a sorted pair
   const LoraBatch* lora = nullptr;
-  bool intact = true;  // nothing outside of the results was written
+  bool intact = true;   // nothing outside of the results was written
+  int32_t repeats = 1;  // of an op, one behind the other
+  bool counts = false;
+  size_t launches = 0;  // of the last run's op, if it counts
 
  private:
   static double largest_error(const std::vector<float>& actual, const std::vector<std::vector<double>>& expected) {
