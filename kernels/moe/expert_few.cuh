@@ -267,6 +267,17 @@ __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const Ex
   finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
 }
 
+// Before this warp looks for adapters; thread 0 keeps the number of items for itself.
+template <class Shared>
+__device__ __forceinline__ void begin_tail(Shared& s, const Items& items) {
+  if (lane_index() == 0) {
+    s.adapters[warp_index()].expert = -1;
+  }
+  if (threadIdx.x == 0) {
+    s.items = static_cast<uint32_t>(items.count);
+  }
+}
+
 // Looks ahead to the row tile `own` that this warp finishes next.
 template <bool GATE_UP>
 __device__ __forceinline__ void prepare_tail(const ExpertGemm& p, const Order& order, int own,
@@ -280,15 +291,90 @@ __device__ __forceinline__ void prepare_tail(const ExpertGemm& p, const Order& o
   prefetch_b<GATE_UP>(p, place.tile, adapters);
 }
 
+// Where a warp is in its block's share of row tiles, and how it reads its range of k there.
+template <class Range>
+struct Walk {
+  int begin;  // blocks of the range
+  int count;
+  int last;   // of the share
+  int group;  // first row tile of those until the next barrier
+  int at;
+  int index = -1;     // of the active expert whose weights come
+  uint32_t left = 0;  // kBeside, by thread 0: blocks that have left the counters
+  Range range;
+  // To row tile `to`, of another expert perhaps.
+  template <class Shared>
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const Shared& s, int to) {
+    const Place place(to, p.row_tiles);
+    index = place.index;
+    range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
+  }
+};
+
+// This warp's tiles of a group. `x` has the tokens of expert `index_of_x`.
+template <bool GATE_UP, int KW, Lora LORA, class Range, class Shared, class Stages, int BLOCKS>
+__device__ __forceinline__ void multiply_group(const ExpertGemm& p, Shared& s, Stages& stages, Walk<Range>& walk,
+                                               uint4 (&x)[BLOCKS][2], int& index_of_x) {
+  constexpr int kTileWarps = kWarps / KW;
+  const int end = min(walk.group + Range::kSlots, walk.last);
+#pragma unroll 1
+  for (; walk.at < end; walk.at += kTileWarps) {
+    if (walk.index != index_of_x) {
+      index_of_x = walk.index;
+      load_tokens(x, p, s.order, walk.index, walk.begin);
+    }
+    const int next = walk.at + kTileWarps;
+    const bool more = next < walk.last;
+    if (next < (walk.index + 1) * p.row_tiles) {
+      walk.range.advance(p, kTileWarps);
+    } else if (more) {
+      walk.locate(p, s, next);
+    }
+    if constexpr (LORA == Lora::kBeside) {
+      if (threadIdx.x == 0 && walk.group == s.first && next >= end) {
+        wait_for_count(p.lora.counters, s.items);  // once, while the last weights before the barrier come
+        walk.left = leave(p.lora.counters, gridDim.x);
+      }
+      __syncwarp();
+    }
+    s.partial[walk.at - walk.group][warp_index() % KW][lane_index()] =
+        multiply<Range>(stages, x, walk.range, walk.count, more);
+    if constexpr (has_tail(LORA)) {
+      if (walk.at < walk.group + kTileWarps && warp_index() < end - walk.group) {  // while the next weights come
+        prepare_tail<GATE_UP>(p, s.order, walk.group + warp_index(), s.adapters[warp_index()]);
+      }
+    }
+  }
+}
+
+// By the whole block: the row tiles of a group, a warp each.
+template <bool GATE_UP, int KW, Lora LORA, int SLOTS, class Shared>
+__device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int group, int last) {
+  const int own = group + warp_index();
+  const bool finishes = warp_index() < SLOTS && own < last;
+  const Place place(min(own, last - 1), p.row_tiles);
+  const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[place.index], place.tile);
+  if (waits_late(LORA)) {
+    wait_for_previous();  // the deltas or the shrunk values are there
+  }
+  __syncthreads();  // the partial sums of all warps are there
+  if (finishes) {
+    const Adapters<GATE_UP>* adapters = nullptr;
+    if constexpr (has_tail(LORA)) {
+      adapters = &s.adapters[warp_index()];
+    }
+    finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, place, bias, adapters);
+  }
+  if (group + SLOTS < last) {
+    __syncthreads();  // the sums are read
+  }
+}
+
 // kDeltas, kTail: the kernel ahead, which computes the deltas or the shrunk values, passed its wait before this one
 // began, so that all but what it computes was complete then. kBeside: the first `producers` blocks shrink.
 template <bool GATE_UP, class Range, int KW, Lora LORA>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers) {
-  constexpr int kBlocks = Range::template kBlocks<KW>;
-  constexpr int kSlots = Range::kSlots;
-  constexpr int kTileWarps = kWarps / KW;
-  constexpr bool kWaitsLate = LORA == Lora::kDeltas || LORA == Lora::kTail;
   extern __shared__ uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<SharedOf<GATE_UP, Range, KW, LORA>*>(dynamic_shared);
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
@@ -296,98 +382,46 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   Items items{0, producers};
   const int panels = LORA == Lora::kBeside ? *p.lora.max_rank / kTileRanks : 0;
-  if (!kWaitsLate) {
+  if (!waits_late(LORA)) {
     wait_for_previous();
   }
   let_next_start();
   load_order<LORA == Lora::kBeside>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items);
-  const int part = warp_index() % KW;
-  const int begin = p.k_blocks * part / KW;
-  const int count = p.k_blocks * (part + 1) / KW - begin;
-  auto& stages = s.weights[warp_index()];
   if constexpr (has_tail(LORA)) {
-    if (lane_index() == 0) {
-      s.adapters[warp_index()].expert = -1;
-    }
-    if (threadIdx.x == 0) {
-      s.items = static_cast<uint32_t>(items.count);
-    }
+    begin_tail(s, items);
   }
-  const int last = s.last;
-  int group = s.first;
-  int at = group + warp_index() / KW;
-  int index = -1;  // of the active expert whose weights come
-  Range range;
-  if (at < last) {
-    const Place place(at, p.row_tiles);
-    index = place.index;
-    range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
+  Walk<Range> walk;
+  const int part = warp_index() % KW;
+  walk.begin = p.k_blocks * part / KW;
+  walk.count = p.k_blocks * (part + 1) / KW - walk.begin;
+  walk.last = s.last;
+  walk.group = s.first;
+  walk.at = walk.group + warp_index() / KW;
+  const bool has_tiles = walk.at < walk.last;
+  if (has_tiles) {
+    walk.locate(p, s, walk.at);
   }
-  start_copies(stages, range, at < last ? count : 0);
+  auto& stages = s.weights[warp_index()];
+  start_copies(stages, walk.range, has_tiles ? walk.count : 0);
   if constexpr (LORA == Lora::kBeside) {
     static_assert(sizeof(s.partial) >= kWarps * kTileRanks * kRowsMax * sizeof(float));
     shrink_items<GATE_UP, Range::template kBlocks<8>>(p, items, panels, reinterpret_cast<float*>(s.partial));
   }
-  uint32_t left = 0;  // kBeside, by thread 0: blocks that have left the counters
-  uint4 x[kBlocks][2];
+  uint4 x[Range::template kBlocks<KW>][2];
   int index_of_x = -1;
 #pragma unroll 1
-  for (; group < last; group += kSlots) {
-#pragma unroll 1
-    for (; at < min(group + kSlots, last); at += kTileWarps) {
-      if (index != index_of_x) {
-        index_of_x = index;
-        load_tokens(x, p, s.order, index, begin);
-      }
-      const bool more = at + kTileWarps < last;
-      if (at + kTileWarps < (index + 1) * p.row_tiles) {
-        range.advance(p, kTileWarps);
-      } else if (more) {
-        const Place place(at + kTileWarps, p.row_tiles);
-        index = place.index;
-        range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
-      }
-      if constexpr (LORA == Lora::kBeside) {
-        if (threadIdx.x == 0 && group == s.first && at + kTileWarps >= min(group + kSlots, last)) {
-          wait_for_count(p.lora.counters, s.items);  // once, while the last weights before the barrier come
-          left = leave(p.lora.counters, gridDim.x);
-        }
-        __syncwarp();
-      }
-      s.partial[at - group][part][lane_index()] = multiply<Range>(stages, x, range, count, more);
-      if constexpr (has_tail(LORA)) {
-        if (at < group + kTileWarps && warp_index() < min(kSlots, last - group)) {  // while the next weights come
-          prepare_tail<GATE_UP>(p, s.order, group + warp_index(), s.adapters[warp_index()]);
-        }
-      }
-    }
-    const int own = group + warp_index();
-    const bool finishes = warp_index() < kSlots && own < last;
-    const Place finished(min(own, last - 1), p.row_tiles);
-    const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[finished.index], finished.tile);
-    if (kWaitsLate) {
-      wait_for_previous();  // the deltas or the shrunk values are there
-    }
-    __syncthreads();  // the partial sums of all warps are there
-    if (finishes) {
-      if constexpr (has_tail(LORA)) {
-        finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, finished, bias, &s.adapters[warp_index()]);
-      } else {
-        finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, finished, bias, nullptr);
-      }
-    }
-    if (group + kSlots < last) {
-      __syncthreads();  // the sums are read
-    }
+  for (; walk.group < walk.last; walk.group += Range::kSlots) {
+    multiply_group<GATE_UP, KW, LORA>(p, s, stages, walk, x, index_of_x);
+    finish_group<GATE_UP, KW, LORA, Range::kSlots>(p, s, walk.group, walk.last);
   }
-  if (kWaitsLate) {
+  if (waits_late(LORA)) {
     wait_for_previous();  // also in a block without a share: its end must mean that all before it has ended
   }
   if (LORA == Lora::kBeside && threadIdx.x == 0) {
-    if (s.first >= last) {
-      left = leave(p.lora.counters, gridDim.x);
+    if (s.first >= s.last) {
+      walk.left = leave(p.lora.counters, gridDim.x);
     }
-    clear_after_last(p.lora.counters, left, gridDim.x);
+    clear_after_last(p.lora.counters, walk.left, gridDim.x);
   }
   async_wait<0>();
 }

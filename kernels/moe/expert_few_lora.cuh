@@ -35,6 +35,10 @@ enum class Lora : uint8_t { kNone, kDeltas, kTail, kBeside };
 constexpr bool has_tail(Lora lora) {
   return lora == Lora::kTail || lora == Lora::kBeside;
 }
+// Whether the kernel ahead computes what only the end of a row tile needs.
+constexpr bool waits_late(Lora lora) {
+  return lora == Lora::kDeltas || lora == Lora::kTail;
+}
 
 // --- Expand.
 

@@ -8,7 +8,7 @@
 #include "kernels/dense/linear_path.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_adapters.h"
-#include "tests/support/launch_count.h"
+#include "tests/support/launch_count.cuh"
 #include "tests/support/stored_matrix.h"
 
 namespace moelora::test {

@@ -16,7 +16,7 @@
 #include "tests/support/device_adapters.h"
 #include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
-#include "tests/support/launch_count.h"
+#include "tests/support/launch_count.cuh"
 #include "tests/support/moe_order.h"
 
 namespace moelora::test {
