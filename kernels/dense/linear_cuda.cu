@@ -160,7 +160,7 @@ bool launch_whole(LinearPath path, const LinearArgs& args, const Params& common,
     }
     all.add(common.parts[i], 16);
   }
-  return linear::launch_beside(all, shrink, state);
+  return linear::launch_beside(all, shrink, args.scratch_bytes, state);
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.

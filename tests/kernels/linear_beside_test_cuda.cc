@@ -78,7 +78,7 @@ TEST_CASE("linear_cuda with the shrink beside: a batch of one adapter, of none, 
     return;
   }
   for (const int32_t rows : {1, 2, 3, 8}) {
-    const LinearShape shape{rows, 200, {2130, 60}};
+    const LinearShape shape{rows, 1032, {2130, 60}};
     LoraCase lora(shape, {256, 64, 1, 40, 8, 9, 16, 33}, Dtype::kBf16, Dtype::kF32, 310);
     lora.linear.path = LinearPath::kShrinkBeside;
     lora.linear.counts = true;
