@@ -412,6 +412,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll 1
   for (; walk.group < walk.last; walk.group += Range::kSlots) {
     multiply_group<GATE_UP, KW, LORA>(p, s, stages, walk, x, index_of_x);
+    if constexpr (has_tail(LORA)) {
+      asm volatile("" : "+r"(walk.group));  // nothing that follows from it is kept in registers
+    }
     finish_group<GATE_UP, KW, LORA, Range::kSlots>(p, s, walk.group, walk.last);
   }
   if (waits_late(LORA)) {

@@ -244,6 +244,12 @@ __device__ __forceinline__ Item item_at(const ExpertGemm& p, int index, int pane
 template <int BLOCKS>
 __device__ __forceinline__ void shrink_range(const ExpertGemm& p, const Item& item, int a, const int4& pages,
                                              float* partial) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  constexpr int kTogether = BLOCKS / 2;  // blocks in flight: all, where registers hold them
+#else
+  constexpr int kTogether = BLOCKS;
+#endif
+  static_assert(BLOCKS % kTogether == 0);
   const int g = lane_index() / 4;
   const int t = lane_index() % 4;
   const int begin = p.k_blocks * warp_index() / kWarps;
@@ -257,30 +263,34 @@ __device__ __forceinline__ void shrink_range(const ExpertGemm& p, const Item& it
     granules = reinterpret_cast<unsigned long long>(
         paged_granule(p.lora.table, item.slot, a, pages, item.panel * p.k_blocks + begin + lane_index()));
   }
-  uint4 weight[BLOCKS][2];
-  uint4 value[BLOCKS][2];
+  float acc[4] = {};
 #pragma unroll
-  for (int i = 0; i < BLOCKS; ++i) {
-    const auto* granule = reinterpret_cast<const std::byte*>(__shfl_sync(0xffffffffu, granules, i));
+  for (int first = 0; first < BLOCKS; first += kTogether) {
+    uint4 weight[kTogether][2];
+    uint4 value[kTogether][2];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int column = (begin + i) * kTileColumns + c * 32 + t * 8;
-      weight[i][c] = zero_chunk();
-      value[i][c] = zero_chunk();
-      if (i < count) {
-        weight[i][c] = load_streaming(granule + c * 512 + t * 128 + g * 16);
-        if (there && column < p.k) {
-          value[i][c] = __ldcg(reinterpret_cast<const uint4*>(x + column));
+    for (int i = 0; i < kTogether; ++i) {
+      const int block = first + i;
+      const auto* granule = reinterpret_cast<const std::byte*>(__shfl_sync(0xffffffffu, granules, block));
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int column = (begin + block) * kTileColumns + c * 32 + t * 8;
+        weight[i][c] = zero_chunk();
+        value[i][c] = zero_chunk();
+        if (block < count) {
+          weight[i][c] = load_streaming(granule + c * 512 + t * 128 + g * 16);
+          if (there && column < p.k) {
+            value[i][c] = __ldcg(reinterpret_cast<const uint4*>(x + column));
+          }
         }
       }
     }
-  }
-  float acc[4] = {};
 #pragma unroll
-  for (int i = 0; i < BLOCKS; ++i) {
+    for (int i = 0; i < kTogether; ++i) {
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      mma_chunk(acc, weight[i][c], zero_chunk(), value[i][c]);
+      for (int c = 0; c < 2; ++c) {
+        mma_chunk(acc, weight[i][c], zero_chunk(), value[i][c]);
+      }
     }
   }
   *reinterpret_cast<float2*>(partial + g * kRowsMax + 2 * t) = make_float2(acc[0], acc[1]);
