@@ -147,20 +147,34 @@ DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   return shrink;
 }
 
-// The whole op in one launch, if the path says so and it can be.
-bool launch_whole(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
-                  bool large, const CudaStream& state) {
-  if (path != LinearPath::kShrinkBeside || shrink.num_modules == 0 || args.num_rows > SKINNY_ROWS_ALONE || large) {
+// Whether the op is a shrink and one product of few rows.
+bool is_few_rows(const LinearArgs& args, const DenseShrinkArgs& shrink) {
+  bool all = shrink.num_modules > 0 && args.num_rows <= SKINNY_ROWS_ALONE;
+  for (int i = 0; i < args.num_parts; ++i) {
+    all = all && args.parts[i].weight.dtype != Dtype::kF32;
+  }
+  return all;
+}
+
+// The whole of such an op by a path that says how. False: nothing was launched.
+bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, DenseShrinkArgs& shrink,
+                     Stream& stream) {
+  if (path == LinearPath::kAuto || !is_few_rows(args, shrink)) {
     return false;
   }
   Launch all(common);
   for (int i = 0; i < args.num_parts; ++i) {
-    if (args.parts[i].weight.dtype == Dtype::kF32) {
-      return false;
-    }
     all.add(common.parts[i], 16);
   }
-  return linear::launch_beside(all, shrink, args.scratch_bytes, state);
+  const CudaStream& state = cuda_state(stream);
+  if (path == LinearPath::kShrinkBeside) {
+    return linear::launch_beside(all, shrink, args.scratch_bytes, state);
+  }
+  shrink.lets_next_early = true;
+  lora_shrink_dense_cuda(shrink, stream);
+  all.after_shrink = true;
+  linear::launch_skinny<1>(all, state);
+  return true;
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -197,14 +211,14 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  const DenseShrinkArgs shrink = prepare_lora(args, common);
-  const bool large = tiles >= WIDE_TILES;
-  if (launch_whole(path, args, common, shrink, large, cuda_state(stream))) {
+  DenseShrinkArgs shrink = prepare_lora(args, common);
+  if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }
   if (shrink.num_modules > 0) {
     lora_shrink_dense_cuda(shrink, stream);
   }
+  const bool large = tiles >= WIDE_TILES;
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
   const CudaStream& state = cuda_state(stream);

@@ -14,6 +14,9 @@ enum class LinearPath : uint8_t {
   // At most 8 rows with adapters and room for a few blocks more on the GPU, else as kAuto: the shrink in blocks of the
   // product's own grid (kernels/dense/linear_beside.cuh). kAuto shall take it under these conditions if it is faster.
   kShrinkBeside = 1,
+  // At most 8 rows with adapters, else as kAuto: the product starts before the shrink has x and asks for its weights,
+  // but reads x when the shrink has ended. For kAuto where that is faster and kShrinkBeside cannot be.
+  kShrinkFirst = 2,
 };
 
 void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream);

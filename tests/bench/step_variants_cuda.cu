@@ -161,7 +161,9 @@ constexpr NamedPaths kWays[] = {
     {"gate_up: shrink beside", {LinearPath::kAuto, kBeside, ExpertPath::kAuto}},
     {"down: shrink beside", {LinearPath::kAuto, ExpertPath::kAuto, kBeside}},
     {"experts: shrink beside", {LinearPath::kAuto, kBeside, kBeside}},
+    {"linear: shrink first", {LinearPath::kShrinkFirst, ExpertPath::kAuto, ExpertPath::kAuto}},
     {"linear: shrink beside", {LinearPath::kShrinkBeside, ExpertPath::kAuto, ExpertPath::kAuto}},
+    {"linear first, experts beside", {LinearPath::kShrinkFirst, kBeside, kBeside}},
     {"linear beside, experts in the tail", {LinearPath::kShrinkBeside, kTail, kTail}},
     {"linear and experts beside", {LinearPath::kShrinkBeside, kBeside, kBeside}},
 };
