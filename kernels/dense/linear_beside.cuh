@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of at most 8 rows with adapters in one launch: kernels/dense/linear_skinny.cuh with the shrink in blocks of
 // the same grid, so that all weights are asked for while the kernel ahead still runs, as without adapters, and no
-// launch lies between x and the deltas. The first blocks of the grid shrink. An item is a panel of 8 ranks of one
-// adapter and module, with all rows that use it; the warps cut the inputs into contiguous ranges of blocks of 64, and
-// their sums are added in the order of the warps. A is there since the step began: its first blocks are in registers
-// and the rest in the L2 when x comes. The further warp of every other block waits until all items are counted
-// (kernels/cuda/counter.cuh), while the others still multiply. All blocks run at once. A row's bits are those of the
-// shrink's own K order and otherwise of linear_skinny.cuh; base rows keep the base's. Included by linear_cuda.cu.
+// launch lies between x and the deltas.
+// The first blocks of the grid shrink. An item is a panel of 8 ranks of one adapter and module, with all rows that use
+// it and, of one or two rows, a quarter of the inputs. The warps cut these into contiguous ranges of blocks of 64;
+// their sums are added in the order of the warps, those of the quarters by who reads them. A is there since the step
+// began: its first blocks are in registers and the rest in the L2 when x comes. The further warp of every other block
+// waits until all items are counted (kernels/cuda/counter.cuh), while the others still multiply. All blocks run at
+// once. A row's delta depends on the row, K, its adapter and whether there are more than two rows; the rest of its bits
+// are those of linear_skinny.cuh. Included by linear_cuda.cu.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +22,10 @@
 namespace moelora::linear {
 
 constexpr int kProducersMin = 8;  // fewer blocks would be late
-constexpr int kRowsInParts = 2;   // up to here the inputs of an item are a part of all, and the further warp has the
-constexpr int kParts = 4;         // deltas alone (find_deltas)
+// Up to so many rows an item has one of kParts parts of the inputs, and the further warp computes all deltas, a lane
+// each; of more rows everybody does (find_deltas).
+constexpr int kRowsInParts = 2;
+constexpr int kParts = 4;
 static_assert(kRowsInParts * 16 == 32);
 
 // What the blocks that shrink read beside Params.

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
-// otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
+// otherwise as up to 8; each one launch for all parts. Paths of kernels/dense/linear_path.h bring shrink and product of
+// up to 8 rows closer together. A very wide part (lm_head) stays with the former up to 32 rows.
 // More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
 // and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
 // the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has

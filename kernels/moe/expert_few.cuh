@@ -6,7 +6,8 @@
 // soon as it was read: nothing but weights is read on the way, and no warp waits for another but every kSlots row
 // tiles, when the partial sums meet in shared memory and are added in the order of the warps. A token's bits depend on
 // its own row, k and its adapter.
-// Tables of pointers are read before the wait for the kernel ahead.
+// Tables of pointers are read before the wait for the kernel ahead. LoRA: kernels/moe/expert_delta.cuh before it or, by
+// paths of their own, kernels/moe/expert_few_lora.cuh inside.
 // H200, six layers of the gpt-oss shape as one graph, by this and by expert_decode.cuh: 1 row 598 us (677), with an
 // adapter 705 (731), 8 rows with 8 adapters 1,023 (1,178); of Qwen3-30B-A3B 451 (474), with an adapter 548 (584).
 // Tried: twice the shared memory for partial sums, so that one barrier is enough (1 row 752 us instead of 632: less L1
