@@ -13,13 +13,16 @@ namespace moelora {
 __device__ __forceinline__ void count_up(uint32_t* counter, uint32_t by) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(by) : "memory");
 }
-// By one thread; the others of its block may read what was written after a barrier behind this.
-__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+// By one thread: whether the count is reached. If it is, the others of its block may read what was written after a
+// barrier behind this.
+__device__ __forceinline__ bool has_count(const uint32_t* counter, uint32_t count) {
   uint32_t now;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  while (now < count) {
+  return now >= count;
+}
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+  while (!has_count(counter, count)) {
     __nanosleep(40);
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   }
 }
 // By one thread of each block, which has waited for all it wants: counters[1] has the blocks that have left. What it

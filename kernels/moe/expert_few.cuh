@@ -331,15 +331,24 @@ __device__ __forceinline__ void multiply_group(const ExpertGemm& p, Shared& s, S
     } else if (more) {
       walk.locate(p, s, next);
     }
+    bool counted = true;  // unless the shrunk values are wanted for the first time, and are not there
     if constexpr (LORA == Lora::kBeside) {
       if (threadIdx.x == 0 && walk.group == s.first && next >= end) {
-        wait_for_count(p.lora.counters, s.items);  // once, while the last weights before the barrier come
-        walk.left = leave(p.lora.counters, gridDim.x);
+        counted = has_count(p.lora.counters, s.items);  // while the last weights before the barrier come
       }
       __syncwarp();
     }
     s.partial[walk.at - walk.group][warp_index() % KW][lane_index()] =
         multiply<Range>(stages, x, walk.range, walk.count, more);
+    if constexpr (LORA == Lora::kBeside) {
+      if (threadIdx.x == 0 && walk.group == s.first && next >= end) {
+        if (!counted) {
+          wait_for_count(p.lora.counters, s.items);
+        }
+        walk.left = leave(p.lora.counters, gridDim.x);
+      }
+      __syncwarp();
+    }
     if constexpr (has_tail(LORA)) {
       if (walk.at < walk.group + kTileWarps && warp_index() < end - walk.group) {  // while the next weights come
         prepare_tail<GATE_UP>(p, s.order, walk.group + warp_index(), s.adapters[warp_index()]);

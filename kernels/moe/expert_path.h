@@ -21,8 +21,8 @@ enum class ExpertPath : uint8_t {
   // GPUs without clusters.
   kFewTokensApart = 4,
   // At most 8 rows, else as kAuto: kernels/moe/expert_few.cuh with the expand as its tail, the shrink a launch before
-  // it or, if Beside, in blocks of its own grid (kernels/moe/expert_few_lora.cuh). kAuto shall take the faster one of
-  // 4, 5 and 6 for up to 8 rows with adapters once they are measured.
+  // it or, if Beside, in blocks of its own grid (kernels/moe/expert_few_lora.cuh). kAuto shall take the faster one for
+  // up to 8 rows with adapters where that is measured to be less than with all deltas in a launch before it.
   kFewRowsTail = 5,
   kFewRowsBeside = 6,
 };
