@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
-// otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
+// otherwise as up to 8; each one launch for all parts. Paths of kernels/dense/linear_path.h bring shrink and product of
+// up to 8 rows closer together. A very wide part (lm_head) stays with the former up to 32 rows.
 // More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
 // and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
 // the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
@@ -18,8 +19,10 @@
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_beside.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
+#include "kernels/dense/linear_path.h"
 #include "kernels/dense/linear_skinny.cuh"
 #include "kernels/dense/linear_stream.cuh"
 #include "kernels/lora/lora_shrink_cuda.h"
@@ -111,8 +114,8 @@ int fill_parts(const LinearArgs& args, Params& common) {
   return tiles;
 }
 
-// Fills what LoRA needs and queues the shrink.
-void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
+// Fills what LoRA needs. Returns the shrink, without modules if there is none.
+DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   DenseShrinkArgs shrink;
   for (int i = 0; i < args.num_parts; ++i) {
     p.parts[i].module = -1;
@@ -123,7 +126,7 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
     }
   }
   if (shrink.num_modules == 0) {
-    return;
+    return shrink;
   }
   shrink.x = args.x;
   shrink.num_rows = args.num_rows;
@@ -135,7 +138,6 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   const size_t shrunk_bytes = static_cast<size_t>(args.num_rows) * static_cast<size_t>(shrink.num_modules) *
                               static_cast<size_t>(shrink.rank_stride) * sizeof(float);
   MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
-  lora_shrink_dense_cuda(shrink, stream);
   p.table = args.lora->table;
   p.row_slot = args.lora->row_slot;
   p.row_scale = args.lora->row_scale;
@@ -143,6 +145,37 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   p.num_modules = shrink.num_modules;
   p.rank_stride = shrink.rank_stride;
   p.layer = args.layer;
+  return shrink;
+}
+
+// Whether the op is a shrink and one product of few rows.
+bool is_few_rows(const LinearArgs& args, const DenseShrinkArgs& shrink) {
+  bool all = shrink.num_modules > 0 && args.num_rows <= SKINNY_ROWS_ALONE;
+  for (int i = 0; i < args.num_parts; ++i) {
+    all = all && args.parts[i].weight.dtype != Dtype::kF32;
+  }
+  return all;
+}
+
+// The whole of such an op by a path that says how. False: nothing was launched.
+bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, DenseShrinkArgs& shrink,
+                     Stream& stream) {
+  if (path == LinearPath::kAuto || !is_few_rows(args, shrink)) {
+    return false;
+  }
+  Launch all(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    all.add(common.parts[i], 16);
+  }
+  const CudaStream& state = cuda_state(stream);
+  if (path == LinearPath::kShrinkBeside) {
+    return linear::launch_beside(all, shrink, args.scratch_bytes, state);
+  }
+  shrink.lets_next_early = true;
+  lora_shrink_dense_cuda(shrink, stream);
+  all.after_shrink = true;
+  linear::launch_skinny<1>(all, state);
+  return true;
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -171,7 +204,7 @@ void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& s
 
 }  // namespace
 
-void linear_cuda(const LinearArgs& args, Stream& stream) {
+void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
   if (args.num_rows == 0) {
@@ -179,7 +212,13 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  prepare_lora(args, common, stream);
+  DenseShrinkArgs shrink = prepare_lora(args, common);
+  if (launch_few_rows(path, args, common, shrink, stream)) {
+    return;
+  }
+  if (shrink.num_modules > 0) {
+    lora_shrink_dense_cuda(shrink, stream);
+  }
   const bool large = tiles >= WIDE_TILES;
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
@@ -219,6 +258,10 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   if (epilogue.num_parts > 0) {
     launch_epilogue(epilogue, common, state);
   }
+}
+
+void linear_cuda(const LinearArgs& args, Stream& stream) {
+  linear_cuda_by(LinearPath::kAuto, args, stream);
 }
 
 }  // namespace moelora

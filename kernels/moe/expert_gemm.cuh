@@ -32,6 +32,9 @@ struct ExpertLora {
   // Few tokens: the deltas themselves (kernels/moe/expert_delta.cuh, expert_expand.cuh).
   float* delta = nullptr;      // [P, modules, rows], of pairs and modules that are adapted
   int32_t* adapted = nullptr;  // [P, modules], 0 = not
+  // A shrink beside the product (kernels/moe/expert_few_lora.cuh).
+  const int32_t* max_rank = nullptr;  // of the batch's adapters, a multiple of 8
+  uint32_t* counters = nullptr;       // CudaStream::counters
 };
 
 // One product of all experts, passed to kernels by value. "low" are rows 0-7 of a row tile, "high" rows 8-15.

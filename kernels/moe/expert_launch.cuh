@@ -84,6 +84,7 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   p.lora.shrunk = shrink.out;
   p.lora.rank_stride = shrink.rank_stride;
   p.lora.layer = args.layer;
+  p.lora.max_rank = args.lora->counts + 2;
   const size_t pairs = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k);
   const auto modules = static_cast<size_t>(shrink.num_modules);
   if (args.scratch_bytes >=
@@ -94,10 +95,36 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   return shrink;
 }
 
+// At most 8 rows with the expand in the product's tail, by a path that says so. False: nothing was launched.
+template <bool GATE_UP, bool TILES>
+bool launch_expert_tail(ExpertGemm p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows, int num_pairs,
+                        int num_experts, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  if ((path != ExpertPath::kFewRowsTail && path != ExpertPath::kFewRowsBeside) ||
+      !few::fits<GATE_UP, TILES>(p, num_rows, num_pairs, num_experts)) {
+    return false;
+  }
+  auto lora = few::Lora::kNone;
+  if (shrink.lora != nullptr && path == ExpertPath::kFewRowsBeside && state.counters != nullptr) {
+    lora = few::Lora::kBeside;
+    p.lora.counters = state.counters;
+  } else if (shrink.lora != nullptr) {
+    lora = few::Lora::kTail;
+    lora_shrink_experts_cuda(shrink, stream);
+  }
+  return launch_expert_few<GATE_UP, TILES>(p, lora, num_rows, num_pairs, num_experts, state);
+}
+
 template <bool GATE_UP, class Source, bool TILES>
 void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
                         int64_t num_pairs, int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
+  if (launch_expert_tail<GATE_UP, TILES>(p, shrink, path, num_rows, static_cast<int>(num_pairs), num_experts, stream)) {
+    return;
+  }
+  if (path == ExpertPath::kFewRowsTail || path == ExpertPath::kFewRowsBeside) {
+    path = ExpertPath::kAuto;
+  }
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
   const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
                     (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
@@ -118,8 +145,8 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
       launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
     }
   }
-  if (path == ExpertPath::kAuto &&
-      launch_expert_few<GATE_UP, TILES>(p, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
+  if (path == ExpertPath::kAuto && launch_expert_few<GATE_UP, TILES>(p, few::Lora::kDeltas, num_rows,
+                                                                     static_cast<int>(num_pairs), num_experts, state)) {
     return;
   }
   if constexpr (TILES) {

@@ -20,6 +20,11 @@ enum class ExpertPath : uint8_t {
   // Streams weights past mma.sync (kernels/moe/expert_decode.cuh); shrink and expand as launches of their own, as on
   // GPUs without clusters.
   kFewTokensApart = 4,
+  // At most 8 rows, else as kAuto: kernels/moe/expert_few.cuh with the expand as its tail, the shrink a launch before
+  // it or, if Beside, in blocks of its own grid (kernels/moe/expert_few_lora.cuh). kAuto shall take the faster one for
+  // up to 8 rows with adapters where that is measured to be less than with all deltas in a launch before it.
+  kFewRowsTail = 5,
+  kFewRowsBeside = 6,
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

@@ -10,6 +10,7 @@
 
 #include "kernels/kernels.h"
 #include "tests/bench/delay_cuda.h"
+#include "tests/bench/step_variants_cuda.h"
 
 namespace moelora {
 
@@ -22,6 +23,7 @@ struct Recorder {
   size_t used = 0;
   bool recording_graph = false;    // no events then
   std::set<std::string> left_out;  // kinds of ops
+  StepPaths paths;
 
   Recorder() : events(8192) {
     for (cudaEvent_t& event : events) {
@@ -64,7 +66,11 @@ inline Kernels timed_kernels() {
   Kernels table = kernels_cuda();
   table.embedding = [](const EmbeddingArgs& a, Stream& s) { recorder->around("embedding", embedding_cuda, a, s); };
   table.rms_norm = [](const RmsNormArgs& a, Stream& s) { recorder->around("rms_norm", rms_norm_cuda, a, s); };
-  table.linear = [](const LinearArgs& a, Stream& s) { recorder->around(linear_name(a), linear_cuda, a, s); };
+  table.linear = [](const LinearArgs& a, Stream& s) {
+    recorder->around(
+        linear_name(a),
+        +[](const LinearArgs& args, Stream& stream) { linear_cuda_by(recorder->paths.linear, args, stream); }, a, s);
+  };
   table.swiglu = [](const SwigluArgs& a, Stream& s) { recorder->around("swiglu", swiglu_cuda, a, s); };
   table.rope_kv_write = [](const RopeKvWriteArgs& a, Stream& s) {
     recorder->around("rope_kv_write", rope_kv_write_cuda, a, s);
@@ -78,9 +84,16 @@ inline Kernels timed_kernels() {
   table.moe_sort = [](const MoeSortArgs& a, Stream& s) { recorder->around("moe_sort", moe_sort_cuda, a, s); };
   table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around(kRouting, moe_route_cuda, a, s); };
   table.moe_gate_up = [](const MoeGateUpArgs& a, Stream& s) {
-    recorder->around("moe_gate_up", moe_gate_up_cuda, a, s);
+    recorder->around(
+        "moe_gate_up",
+        +[](const MoeGateUpArgs& args, Stream& stream) { moe_gate_up_cuda_by(recorder->paths.gate_up, args, stream); },
+        a, s);
   };
-  table.moe_down = [](const MoeDownArgs& a, Stream& s) { recorder->around("moe_down", moe_down_cuda, a, s); };
+  table.moe_down = [](const MoeDownArgs& a, Stream& s) {
+    recorder->around(
+        "moe_down",
+        +[](const MoeDownArgs& args, Stream& stream) { moe_down_cuda_by(recorder->paths.down, args, stream); }, a, s);
+  };
   table.moe_combine = [](const MoeCombineArgs& a, Stream& s) {
     recorder->around("moe_combine", moe_combine_cuda, a, s);
   };

@@ -16,12 +16,14 @@
 #include "tests/support/device_adapters.h"
 #include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
+#include "tests/support/launch_count.cuh"
 #include "tests/support/moe_order.h"
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto, ExpertPath::kFewTokens, ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsTail,
+                                 ExpertPath::kFewRowsBeside};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -30,7 +32,13 @@ struct MoeShape {
 
 inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
   const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {"auto", "few", "many", "many by mma.sync", "few, shrink and expand apart"};
+  const char* paths[] = {"auto",
+                         "few",
+                         "many",
+                         "many by mma.sync",
+                         "few, shrink and expand apart",
+                         "few rows, expand in the tail",
+                         "few rows, shrink beside"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
@@ -186,7 +194,10 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_gate_up_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    }
     return finish(out, dtype, shape.intermediate, scratch);
   }
   // Sorted order, [P, H].
@@ -214,7 +225,10 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_down_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_down_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_down_cuda_by(path, args, *gpu()->stream);
+    }
     return finish(out, dtype, shape.hidden, scratch);
   }
 
@@ -305,7 +319,10 @@ class DeviceMoe {
   std::optional<DeviceOrder> device_order;
   std::vector<int32_t> pair_of;  // [P] t * K + j of a sorted pair
   const LoraBatch* lora = nullptr;
-  bool intact = true;  // nothing outside of the results was written
+  bool intact = true;   // nothing outside of the results was written
+  int32_t repeats = 1;  // of an op, one behind the other
+  bool counts = false;
+  size_t launches = 0;  // of the last run's op, if it counts
 
  private:
   static double largest_error(const std::vector<float>& actual, const std::vector<std::vector<double>>& expected) {
