@@ -20,6 +20,9 @@ enum class ExpertPath : uint8_t {
   // Streams weights past mma.sync (kernels/moe/expert_decode.cuh); shrink and expand as launches of their own, as on
   // GPUs without clusters.
   kFewTokensApart = 4,
+  // As 1, with the deltas of adapters by kernels/moe/expert_delta_stream.cuh where the GPU has the shared memory. Not
+  // measured yet; if it is faster, kAuto's way from 128 pairs on (32 rows of four choices).
+  kFewTokensBlocks = 5,
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

@@ -20,8 +20,8 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto, ExpertPath::kFewTokens, ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewTokensBlocks};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -30,7 +30,8 @@ struct MoeShape {
 
 inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
   const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {"auto", "few", "many", "many by mma.sync", "few, shrink and expand apart"};
+  const char* paths[] = {
+      "auto", "few", "many", "many by mma.sync", "few, shrink and expand apart", "few, deltas without clusters"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
