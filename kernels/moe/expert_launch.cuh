@@ -7,6 +7,7 @@
 #include "kernels/lora/lora_shrink_cuda.h"
 #include "kernels/moe/expert_decode.cuh"
 #include "kernels/moe/expert_delta.cuh"
+#include "kernels/moe/expert_delta_stream.cuh"
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_few.cuh"
 #include "kernels/moe/expert_prefill.cuh"
@@ -115,6 +116,22 @@ bool launch_expert_tail(ExpertGemm p, const ExpertShrinkArgs& shrink, ExpertPath
   return launch_expert_few<GATE_UP, TILES>(p, lora, num_rows, num_pairs, num_experts, state);
 }
 
+// Few tokens: the deltas of all adapted pairs, for the product's epilogue. True if all others have one, too.
+template <bool GATE_UP>
+bool launch_expert_deltas(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int64_t num_pairs,
+                          int num_experts, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
+  if (path == ExpertPath::kFewTokensBlocks && launch_expert_delta_stream<GATE_UP>(p, num_pairs, state)) {
+    return true;
+  }
+  if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
+    lora_shrink_experts_cuda(shrink, stream);
+    launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
+  }
+  return false;
+}
+
 template <bool GATE_UP, class Source, bool TILES>
 void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
                         int64_t num_pairs, int num_experts, Stream& stream) {
@@ -138,21 +155,18 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     }
     return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
+  bool all_deltas = false;
   if (shrink.lora != nullptr) {
-    MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
-    if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
-      lora_shrink_experts_cuda(shrink, stream);
-      launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
-    }
+    all_deltas = launch_expert_deltas<GATE_UP>(p, shrink, path, num_pairs, num_experts, stream);
   }
   if (path == ExpertPath::kAuto && launch_expert_few<GATE_UP, TILES>(p, few::Lora::kDeltas, num_rows,
                                                                      static_cast<int>(num_pairs), num_experts, state)) {
     return;
   }
   if constexpr (TILES) {
-    const bool stream = path == ExpertPath::kFewTokens ||
+    const bool stream = path == ExpertPath::kFewTokens || path == ExpertPath::kFewTokensBlocks ||
                         (path == ExpertPath::kAuto && num_pairs >= int64_t{kStreamTokensPerExpert} * num_experts);
-    if (stream && launch_expert_stream<GATE_UP>(p, state)) {
+    if (stream && launch_expert_stream<GATE_UP>(p, all_deltas, state)) {
       return;
     }
     const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;

@@ -25,6 +25,9 @@ enum class ExpertPath : uint8_t {
   // up to 8 rows with adapters where that is measured to be less than with all deltas in a launch before it.
   kFewRowsTail = 5,
   kFewRowsBeside = 6,
+  // As 1, with the deltas of adapters by kernels/moe/expert_delta_stream.cuh where the GPU has the shared memory. Not
+  // measured yet; if it is faster, kAuto's way from 128 pairs on (32 rows of four choices).
+  kFewTokensBlocks = 7,
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

@@ -188,11 +188,38 @@ __device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared,
 
 // --- The warps that multiply.
 
+// The deltas of adapters that the kernel ahead computes.
+enum class Deltas : uint8_t {
+  kNone,
+  kMarked,  // where they are marked as adapted (ExpertLora::adapted)
+  kAll,     // of every pair and module, as something that changes no bit where it is not adapted
+};
+
+// Those of this lane's outputs and tokens.
+template <bool GATE_UP, int NT>
+__device__ __forceinline__ void load_deltas(float (&delta)[NT][4], const ExpertGemm& p, const Walk& walk, int tile) {
+  constexpr int kModules = GATE_UP ? 2 : 1;
+  const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t pair = walk.pair + 8 * j + 2 * (lane_index() % 4) + i;
+      const float* const low = p.lora.delta + pair * kModules * p.rows;
+      const float* const high = low + (kModules - 1) * p.rows;
+      delta[j][i] = pair < walk.end && n_low < p.rows ? low[n_low] : 0.0f;
+      delta[j][2 + i] = pair < walk.end && n_high < p.rows ? high[n_high] : 0.0f;
+    }
+  }
+}
+
 struct Multiplier {
   const ExpertGemm& p;
   Shared& shared;
   const std::byte* stages;
   Place at;
+  bool waited = false;  // for the deltas
 
   __device__ __forceinline__ void leave() {
     __syncwarp();
@@ -259,46 +286,65 @@ struct Multiplier {
     }
   }
 
-  template <bool GATE_UP, bool LORA, int NT>
+  template <bool GATE_UP, Deltas DELTAS, int NT>
   __device__ __forceinline__ void run(const Walk& walk) {
     if (warp_index() >= walk.count) {
       return skip();
     }
     const int tile = walk.tile + warp_index();
     const float2 bias = tile_bias<GATE_UP>(p, walk.expert, tile);
+    // Registers are short for more: then they are loaded where they are added.
+    const bool ahead = DELTAS == Deltas::kAll && NT <= 2 && waited;
+    float delta[NT][4];
+    if (ahead) {
+      load_deltas<GATE_UP, NT>(delta, p, walk, tile);
+    }
     float acc[NT][4] = {};
     multiply<NT>(acc);
-    if (LORA) {
+    if (DELTAS != Deltas::kNone) {
       wait_for_previous();  // the deltas are there
+      waited = true;
+    }
+    if (DELTAS == Deltas::kAll) {
+      if (!ahead) {
+        load_deltas<GATE_UP, NT>(delta, p, walk, tile);
+      }
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          acc[j][i] += delta[j][i];
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
       const int pair = walk.pair + 8 * j;
       if (pair < walk.end) {
-        if (LORA) {
+        if (DELTAS == Deltas::kMarked) {
           add_deltas<GATE_UP>(acc[j], p, tile, pair, walk.end);
         }
         finish_tile<GATE_UP>(acc[j], p, bias, tile, pair, walk.end);
       }
     }
   }
-  template <bool GATE_UP, bool LORA>
+  template <bool GATE_UP, Deltas DELTAS>
   __device__ __forceinline__ void run_all() {
     for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
       const int tokens = walk.tokens();
       if (tokens <= 8) {
-        run<GATE_UP, LORA, 1>(walk);
+        run<GATE_UP, DELTAS, 1>(walk);
       } else if (tokens <= 16) {
-        run<GATE_UP, LORA, 2>(walk);
+        run<GATE_UP, DELTAS, 2>(walk);
       } else {
-        run<GATE_UP, LORA, 4>(walk);
+        run<GATE_UP, DELTAS, 4>(walk);
       }
     }
   }
 };
 
 // With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began.
-template <bool GATE_UP, bool LORA>
+template <bool GATE_UP, Deltas DELTAS>
 __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_constant__ ExpertGemm p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic_shared[];
@@ -311,7 +357,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
     }
     publish_barriers();
   }
-  if (!LORA) {
+  if (DELTAS == Deltas::kNone) {
     wait_for_previous();
   }
   let_next_start();
@@ -321,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
   __syncthreads();
   const int fill_warp = warp_index() - kTiles;
   if (fill_warp < 0) {
-    Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, LORA>();
+    Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, DELTAS>();
   } else if (fill_warp < kTokenWarps) {
     fill_tokens(p, shared, stages, fill_warp);
   } else if (lane_index() == 0) {
@@ -335,9 +381,9 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
 #endif
 }
 
-template <bool GATE_UP, bool LORA>
+template <bool GATE_UP, Deltas DELTAS>
 bool launch_of(const ExpertGemm& p, const CudaStream& state) {
-  constexpr auto kKernel = expert_stream<GATE_UP, LORA>;
+  constexpr auto kKernel = expert_stream<GATE_UP, DELTAS>;
   static const bool has_it = has_code(kKernel);
   if (!has_it) {
     return false;
@@ -352,14 +398,19 @@ bool launch_of(const ExpertGemm& p, const CudaStream& state) {
 
 }  // namespace stream
 
-// False where the GPU or its code has no bulk copies, or too little shared memory: nothing was launched.
+// False where the GPU or its code has no bulk copies, or too little shared memory: nothing was launched. `all_deltas`:
+// with adapters there is a delta for every pair and module.
 template <bool GATE_UP>
-bool launch_expert_stream(const ExpertGemm& p, const CudaStream& state) {
+bool launch_expert_stream(const ExpertGemm& p, bool all_deltas, const CudaStream& state) {
+  using stream::Deltas;
   if (state.compute_capability < 90) {
     return false;
   }
-  return p.lora.row_slot != nullptr ? stream::launch_of<GATE_UP, true>(p, state)
-                                    : stream::launch_of<GATE_UP, false>(p, state);
+  if (p.lora.row_slot == nullptr) {
+    return stream::launch_of<GATE_UP, Deltas::kNone>(p, state);
+  }
+  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, state)
+                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, state);
 }
 
 }  // namespace moelora

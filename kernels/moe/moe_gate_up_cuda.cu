@@ -5,8 +5,9 @@
 // copy of x is never made. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from
 // some tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many:
 // expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
-// shrink and expand (kernels/moe/expert_expand.cuh) are two.
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh; another way, for now at a
+// caller's wish, is expert_delta_stream.cuh); where there are no clusters, shrink and expand
+// (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s; 1 row by
 // expert_decode.cuh (what expert_few.cuh gives is said there):
 //   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with

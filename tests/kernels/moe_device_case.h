@@ -23,7 +23,7 @@ namespace moelora::test {
 
 constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
                                  ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsTail,
-                                 ExpertPath::kFewRowsBeside};
+                                 ExpertPath::kFewRowsBeside, ExpertPath::kFewTokensBlocks};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -38,7 +38,8 @@ inline std::string describe(const MoeShape& shape, Store store, ExpertPath path)
                          "many by mma.sync",
                          "few, shrink and expand apart",
                          "few rows, expand in the tail",
-                         "few rows, shrink beside"};
+                         "few rows, shrink beside",
+                         "few, deltas without clusters"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +

@@ -118,7 +118,9 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
     }
   }
   check_adapters({20, 8, 512, 48, 48}, Store::kAlternatingRows, 390);
-  check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);  // more groups than a cluster of blocks looks up at once
+  // More groups than a cluster of blocks, and than a block, looks up at once.
+  check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);
+  check_adapters({700, 8, 512, 48, 48}, Store::kRows, 392);
 }
 
 // Tiles of tokens of every width, full, with one token less and one more than a width; several of one expert; blocks
@@ -222,6 +224,39 @@ TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes 
         for (int32_t t = 0; t < shape.rows; ++t) {
           CHECK(same_row(moe, before, after, t) == (t % 5 != 0));
         }
+      }
+    }
+  }
+}
+
+// Few groups of pairs are cut among blocks, many are not.
+TEST_CASE("moe_gate_up_cuda: how many adapters there are beside its own changes no bit of a row") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const MoeShape shape{24, 4, 16, 96, 320};
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    for (const ExpertPath path : kPaths) {
+      INFO(describe(shape, store, path));
+      DeviceMoe moe(shape, store, true, 650);
+      std::vector<TestAdapter> adapters;
+      for (int32_t i = 0; i <= shape.rows; ++i) {
+        adapters.push_back(moe.draw_adapter({{8 + i, 40}, kGateBit | kUpBit, i % 2 == 0}));
+      }
+      moe.set_adapters(adapters, 7);
+      const auto run = [&] {
+        return moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+      };
+      std::vector<int32_t> slots(static_cast<size_t>(shape.rows), 1);
+      moe.use(slots, {});
+      const std::vector<float> one = run();
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        slots[static_cast<size_t>(t)] = t % 3 == 0 ? 1 : t + 2;
+      }
+      moe.use(slots, {});
+      const std::vector<float> many = run();
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        CHECK(same_row(moe, one, many, t) == (t % 3 == 0));
       }
     }
   }
