@@ -256,12 +256,12 @@ void AdapterCache::poll(std::vector<FailedLoad>& failed) {
     entry.is_fresh = true;
     ++num_resident_;
     note_use(entry);
-    if (upload.image == image->host) {
+    if (upload.image == image->host || upload.image == image->growing) {
       upload.image.reset();  // before the tier may drop it
     }
     host_.end_upload(*image, failed);
-    if (upload.image != nullptr && upload.image != image->host) {
-      host_.discard(std::move(upload.image));  // of a read that failed, or goes on
+    if (upload.image != nullptr) {
+      host_.discard(std::move(upload.image));  // its read failed before: nobody else has it
     }
     if (upload.status != Status::kOk && upload.status != Status::kCancelled) {
       failed.push_back({image, upload.status, upload.message});

@@ -124,7 +124,7 @@ std::shared_ptr<const AdapterPlan> plan_adapter(const std::string& config_json, 
   std::vector<AdapterRecord> records = make_records(found, context);
   warn_unused_targets(found.pairs, context);
   plan->stream = plan_stream(model, records, weights.label());
-  plan->reads = plan_reads(plan->stream.matrices);
+  plan->reads = plan_reads(std::move(plan->stream.matrices));
   AdapterFacts& facts = plan->facts;
   describe_records(records, facts);
   facts.stream_bytes = plan->stream.bytes();

@@ -22,7 +22,7 @@ struct AdapterPlan {
   std::string header;          // JSON text
   AdapterLoadOptions options;  // without a cache
   std::unique_ptr<SafetensorsFile> file;
-  StreamPlan stream;
+  StreamPlan stream;  // its matrices are in `reads`
   ReadPlan reads;
   AdapterFacts facts;  // but fingerprints, times and where it came from
   std::vector<std::string> warnings;

@@ -110,7 +110,7 @@ uint64_t block_offset(const TiledMatrix& matrix, int32_t block) {
                                    dtype_bytes(matrix.stored);
 }
 
-ReadPlan plan_reads(const std::vector<MatrixPlace>& matrices) {
+ReadPlan plan_reads(std::vector<MatrixPlace> matrices) {
   // The keys are made once: a file may have tens of thousands of matrices.
   std::vector<std::tuple<uint64_t, uint64_t, size_t>> order;
   order.reserve(matrices.size());

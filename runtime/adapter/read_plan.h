@@ -35,7 +35,7 @@ struct ReadPlan {
   size_t largest_unit = 0;            // bytes
 };
 
-ReadPlan plan_reads(const std::vector<MatrixPlace>& matrices);
+ReadPlan plan_reads(std::vector<MatrixPlace> matrices);
 
 // Where in the file the first element of a block of columns is.
 uint64_t block_offset(const TiledMatrix& matrix, int32_t block);

@@ -56,6 +56,7 @@ class Planner {
 
   StreamPlan finish() {
     StreamPlan plan;
+    plan.gaps = find_gaps();
     plan.num_granules = granules_;
     plan.directory = std::move(directory_);
     plan.records = std::move(records_);
@@ -65,6 +66,26 @@ class Planner {
   }
 
  private:
+  // Matrices are placed in the order of their granules.
+  [[nodiscard]] std::vector<std::pair<int64_t, int64_t>> find_gaps() const {
+    std::vector<std::pair<int64_t, int64_t>> gaps;
+    int64_t done = 0;
+    const auto add_until = [&](int64_t granule) {
+      if (granule > done) {
+        gaps.emplace_back(done, granule);
+      }
+    };
+    for (const MatrixPlace& place : matrices_) {
+      const TiledMatrix& matrix = place.matrix;
+      if (matrix.rank % kTileRanks == 0 && matrix.view.columns % kTileColumns == 0) {
+        add_until(place.granule);
+        done = place.granule + matrix_granules(matrix.rank, matrix.view.columns, matrix.dtype);
+      }
+    }
+    add_until(granules_);
+    return gaps;
+  }
+
   int32_t take(int64_t bytes) {
     const int64_t first = granules_;
     granules_ += (bytes + static_cast<int64_t>(kGranuleBytes) - 1) / static_cast<int64_t>(kGranuleBytes);
@@ -124,24 +145,6 @@ class Planner {
   std::vector<std::pair<int64_t, LoraRecord>> records_;
 };
 
-// Matrices are placed in the order of their granules.
-void clear_what_is_not_filled(const StreamPlan& plan, HostBytes& stream) {
-  int64_t done = 0;
-  const auto clear_until = [&](int64_t granule) {
-    std::memset(stream.data() + done * static_cast<int64_t>(kGranuleBytes), 0,
-                static_cast<size_t>(granule - done) * kGranuleBytes);
-  };
-  for (const MatrixPlace& place : plan.matrices) {
-    const TiledMatrix& matrix = place.matrix;
-    if (matrix.rank % kTileRanks != 0 || matrix.view.columns % kTileColumns != 0) {
-      continue;
-    }
-    clear_until(place.granule);
-    done = place.granule + matrix_granules(matrix.rank, matrix.view.columns, matrix.dtype);
-  }
-  clear_until(plan.num_granules);
-}
-
 }  // namespace
 
 HostBytes StreamPlan::make_stream(HostBytes memory) const {
@@ -153,7 +156,10 @@ HostBytes StreamPlan::make_stream(HostBytes memory) const {
   if (is_new) {
     advise_huge_pages(memory.data(), memory.size());
   }
-  clear_what_is_not_filled(*this, memory);
+  for (const auto& [first, end] : gaps) {
+    std::memset(memory.data() + static_cast<size_t>(first) * kGranuleBytes, 0,
+                static_cast<size_t>(end - first) * kGranuleBytes);
+  }
   std::memcpy(memory.data(), directory.data(), directory.size() * sizeof(int32_t));
   for (const auto& [byte, record] : records) {
     std::memcpy(memory.data() + byte, &record, sizeof record);

@@ -28,6 +28,7 @@ struct StreamPlan {
   std::vector<int32_t> directory;
   std::vector<std::pair<int64_t, LoraRecord>> records;  // and the byte of the stream where each is
   std::vector<MatrixPlace> matrices;                    // by granule
+  std::vector<std::pair<int64_t, int64_t>> gaps;        // first and end granule of what full tiles do not cover
   std::vector<BiasPlace> biases;
 
   [[nodiscard]] size_t bytes() const { return static_cast<size_t>(num_granules) * kGranuleBytes; }

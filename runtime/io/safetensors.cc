@@ -208,11 +208,6 @@ struct SafetensorsFile::Impl {
   std::vector<StoredTensor> tensors;
   std::unordered_map<std::string, size_t> index;
 
-  void parse_whole() {
-    const size_t length = header_length(path, data, bytes);
-    parse({reinterpret_cast<const char*>(data) + 8, length});
-  }
-
   void parse(const std::string& text) {
     const Json header = parse_json(text, path + " (header)", kHeaderBytesMax);
     if (!header.is_object()) {
@@ -238,24 +233,10 @@ SafetensorsFile::SafetensorsFile() : impl_(std::make_unique<Impl>()) {}
 SafetensorsFile::~SafetensorsFile() = default;
 
 std::unique_ptr<SafetensorsFile> SafetensorsFile::open(const std::string& path) {
-  std::unique_ptr<SafetensorsFile> result(new SafetensorsFile);
-  Impl& impl = *result->impl_;
-  impl.path = path;
-  impl.file = std::make_unique<MappedFile>(path);
-  impl.data = impl.file->data();
-  impl.bytes = impl.file->bytes();
-  impl.parse_whole();
-  return result;
-}
-
-std::unique_ptr<SafetensorsFile> SafetensorsFile::from_memory(const std::byte* data, size_t bytes,
-                                                              const std::string& label) {
-  std::unique_ptr<SafetensorsFile> result(new SafetensorsFile);
-  Impl& impl = *result->impl_;
-  impl.path = label;
-  impl.data = data;
-  impl.bytes = bytes;
-  impl.parse_whole();
+  auto file = std::make_unique<MappedFile>(path);
+  const ByteSource mapped(file->data(), file->bytes(), path);
+  auto result = from_header(read_header(mapped), mapped);
+  result->impl_->file = std::move(file);
   return result;
 }
 
@@ -275,6 +256,7 @@ std::unique_ptr<SafetensorsFile> SafetensorsFile::from_header(const std::string&
   std::unique_ptr<SafetensorsFile> result(new SafetensorsFile);
   Impl& impl = *result->impl_;
   impl.path = source.label();
+  impl.data = source.is_memory() ? source.read(0, source.bytes(), nullptr) : nullptr;
   impl.bytes = source.bytes();
   impl.parse(header);
   return result;

@@ -20,7 +20,7 @@ struct StoredTensor {
   std::string name;
   std::string dtype;  // as in the file: "BF16", "F32", "U8", ...
   std::vector<int64_t> shape;
-  const std::byte* data = nullptr;  // null if only the header was read
+  const std::byte* data = nullptr;  // null if its file was not read
   uint64_t offset = 0;              // of the first byte, from the start of the file
   size_t bytes = 0;
   [[nodiscard]] int64_t elements() const;
@@ -32,11 +32,10 @@ class SafetensorsFile {
   // Throws Error{kIo} (cannot open), {kCorrupt} (any fault of the container; Git-LFS pointer and empty file are
   // named as such). Messages start with the path.
   static std::unique_ptr<SafetensorsFile> open(const std::string& path);
-  // Over memory that outlives the object; `label` stands for the path in messages.
-  static std::unique_ptr<SafetensorsFile> from_memory(const std::byte* data, size_t bytes, const std::string& label);
   // The JSON text of a header, checked for its length and nothing else.
   static std::string read_header(const ByteSource& source);
-  // Over that text; nothing else of the source is read.
+  // Over that text; nothing else of the source is read. Tensors have their data if the source is memory, which then
+  // must outlive the object.
   static std::unique_ptr<SafetensorsFile> from_header(const std::string& header, const ByteSource& source);
   ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
@@ -45,7 +44,7 @@ class SafetensorsFile {
   [[nodiscard]] const std::string& path() const;
   [[nodiscard]] const std::vector<StoredTensor>& tensors() const;         // in file order
   [[nodiscard]] const StoredTensor* find(const std::string& name) const;  // null = none
-  [[nodiscard]] const std::byte* data() const;                            // the whole file; null after from_header
+  [[nodiscard]] const std::byte* data() const;                            // the whole file; null if it was not read
   [[nodiscard]] size_t bytes() const;
 
  private:

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "tests/api/host.h"
+#include "tests/support/comes_true.h"
 
 using namespace moelora_host;
 
@@ -50,10 +51,10 @@ TEST_CASE("a second reader is told so; closing wakes the first") {
     first = status;
   });
   moelora_status second = MOELORA_TIMEOUT;
-  for (int i = 0; i < 10000 && second == MOELORA_TIMEOUT; ++i) {
+  moelora::test::comes_true([&] {
     second = read_one(engine, stuck.blocked, 0);
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
+    return second != MOELORA_TIMEOUT;
+  });
   CHECK(second == MOELORA_E_BUSY);
   CHECK(first == 99);
   CHECK(moelora_request_close(engine, stuck.blocked, nullptr) == MOELORA_OK);

@@ -17,7 +17,8 @@ using namespace moelora::test;
 namespace {
 
 std::unique_ptr<SafetensorsFile> parse(const std::string& text) {
-  return SafetensorsFile::from_memory(reinterpret_cast<const std::byte*>(text.data()), text.size(), "w.safetensors");
+  const ByteSource source(reinterpret_cast<const std::byte*>(text.data()), text.size(), "w.safetensors");
+  return SafetensorsFile::from_header(SafetensorsFile::read_header(source), source);
 }
 
 std::unique_ptr<SafetensorsFile> parse(const std::string& header, const std::string& data) {
