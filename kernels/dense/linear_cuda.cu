@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
-// otherwise as up to 8; each one launch for all parts. Paths of kernels/dense/linear_path.h bring shrink and product of
-// up to 8 rows closer together. A very wide part (lm_head) stays with the former up to 32 rows.
+// otherwise as up to 8; each one launch for all parts. One row's shrink is in the same launch
+// (kernels/dense/linear_beside.cuh). A very wide part (lm_head) stays with the former up to 32 rows.
 // More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
 // and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
 // the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
@@ -34,7 +34,11 @@ namespace {
 constexpr int SKINNY_ROWS = 64;
 constexpr int SKINNY_ROWS_LARGE = 32;
 constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, linear_stream.cuh where the GPU can
-constexpr int WIDE_TILES = 2048;      // from so many tiles of 16 outputs on, a block takes two; without LoRA
+// Rows whose shrink is beside the product (H200, six layers as one graph, the gpt-oss shape: 1 row 694 us, with the
+// shrink before it 705; 2 rows 779 both; 4 rows 874 and 878; 8 rows 1,047 and 1,022; Qwen3-30B-A3B's, 1 row: 523 and
+// 545). Products that start before the shrink has x, and read x behind it: 735 us and 532.
+constexpr int BESIDE_ROWS = 1;
+constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr unsigned ALL = 0xffffffffu;
@@ -157,25 +161,18 @@ bool is_few_rows(const LinearArgs& args, const DenseShrinkArgs& shrink) {
   return all;
 }
 
-// The whole of such an op by a path that says how. False: nothing was launched.
-bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, DenseShrinkArgs& shrink,
+// The whole of such an op in one launch. False: nothing was launched.
+bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
                      Stream& stream) {
-  if (path == LinearPath::kAuto || !is_few_rows(args, shrink)) {
+  const bool wanted = path == LinearPath::kShrinkBeside || (path == LinearPath::kAuto && args.num_rows <= BESIDE_ROWS);
+  if (!wanted || !is_few_rows(args, shrink)) {
     return false;
   }
   Launch all(common);
   for (int i = 0; i < args.num_parts; ++i) {
     all.add(common.parts[i], 16);
   }
-  const CudaStream& state = cuda_state(stream);
-  if (path == LinearPath::kShrinkBeside) {
-    return linear::launch_beside(all, shrink, args.scratch_bytes, state);
-  }
-  shrink.lets_next_early = true;
-  lora_shrink_dense_cuda(shrink, stream);
-  all.after_shrink = true;
-  linear::launch_skinny<1>(all, state);
-  return true;
+  return linear::launch_beside(all, shrink, args.scratch_bytes, cuda_state(stream));
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -212,7 +209,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  DenseShrinkArgs shrink = prepare_lora(args, common);
+  const DenseShrinkArgs shrink = prepare_lora(args, common);
   if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }

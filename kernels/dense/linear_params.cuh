@@ -50,7 +50,6 @@ struct Params {
 // The parts of one launch, `width` outputs a tile.
 struct Launch {
   Params params;
-  bool after_shrink = false;  // of at most 8 rows with LoRA: x is read when the shrink has ended
   explicit Launch(const Params& common) : params(common) { params.num_parts = params.num_tiles = 0; }
   void add(const Part& part, int width) {
     Part& added = params.parts[params.num_parts++];

@@ -12,10 +12,9 @@ namespace moelora {
 enum class LinearPath : uint8_t {
   kAuto = 0,
   // At most 8 rows with adapters and room for a few blocks more on the GPU, else as kAuto: the shrink in blocks of the
-  // product's own grid (kernels/dense/linear_beside.cuh). kAuto shall take it under these conditions if it is faster.
+  // product's own grid (kernels/dense/linear_beside.cuh). kAuto's way for one row.
   kShrinkBeside = 1,
-  // At most 8 rows with adapters, else as kAuto: the product starts before the shrink has x and asks for its weights,
-  // but reads x when the shrink has ended. For kAuto where that is faster and kShrinkBeside cannot be.
+  // As kAuto, but with the shrink as a launch of its own.
   kShrinkFirst = 2,
 };
 

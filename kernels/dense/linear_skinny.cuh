@@ -241,9 +241,8 @@ __device__ __forceinline__ void store_sums(const Params& p, const Tile& tile,
 }
 
 // MT * 16 outputs of one part, rows 8 NT blockIdx.x and the following. LORA: launched right after the shrink, which
-// passed its wait before this kernel began, so that x, and out before this op, were complete; with a warp more. AFTER:
-// the shrink let this kernel start before its own wait.
-template <int NT, int MT, int WARPS, bool LORA, bool AFTER = false>
+// passed its wait before this kernel began, so that x, and out before this op, were complete; with a warp more.
+template <int NT, int MT, int WARPS, bool LORA>
 __global__ void __launch_bounds__(skinny_threads(WARPS, LORA), skinny_blocks_per_sm(NT, MT, WARPS))
     linear_skinny(const __grid_constant__ Params p) {
   using Shared = SkinnyShared<NT, MT, WARPS, LORA>;
@@ -274,7 +273,7 @@ __global__ void __launch_bounds__(skinny_threads(WARPS, LORA), skinny_blocks_per
           if (mine && part.bias != nullptr) {
             bias = load_bias(part, n);
           }
-          if constexpr (!LORA || AFTER) {
+          if constexpr (!LORA) {
             wait_for_previous();
           }
           if (mine && p.accumulate) {
@@ -302,9 +301,7 @@ void launch_skinny_tile(const Launch& launch, const CudaStream& state) {
     prefer_shared(kernel, kSharedPercent);
     launch_dependent(kernel, grid, skinny_threads(WARPS, lora), 0, state, launch.params);
   };
-  if (NT == 1 && MT == 1 && launch.after_shrink) {
-    launch_one(linear_skinny<1, 1, WARPS, true, true>, true);
-  } else if (MT == 1 && launch.params.num_modules > 0) {
+  if (MT == 1 && launch.params.num_modules > 0) {
     launch_one(linear_skinny<NT, 1, WARPS, true>, true);
   } else {
     launch_one(linear_skinny<NT, MT, WARPS, false>, false);

@@ -68,8 +68,7 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
     p.num_segments = args.lora->counts + 1;
     p.max_segments = args.num_rows;
     p.rows = args.lora->sorted_rows;
-    args.lets_next_early ? shrink_rows::launch<false, true>(p, cuda_state(stream))
-                         : shrink_rows::launch<false, false>(p, cuda_state(stream));
+    shrink_rows::launch<false>(p, cuda_state(stream));
     return;
   }
   auto p = common_params<shrink_segments::Params>(args);
@@ -96,7 +95,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
     p.max_segments = static_cast<int>(pairs);
     p.rows = args.order.pair_row;
     p.x_by_position = args.x_sorted;
-    shrink_rows::launch<true, false>(p, cuda_state(stream));
+    shrink_rows::launch<true>(p, cuda_state(stream));
     return;
   }
   auto p = common_params<shrink_segments::Params>(args);

@@ -223,20 +223,15 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
 }
 
 // Grid: panels, modules, segments in turn. Dense: an eighth warp lets the next kernel start as soon as x is
-// there, whatever the others are looking up; EARLY: lets it start at once.
-template <bool EXPERTS, bool EARLY>
+// there, whatever the others are looking up.
+template <bool EXPERTS>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
   extern __shared__ uint4 dynamic_shared[];
   __shared__ float partial[kWarps * kTokens * 8];
   const int warp = threadIdx.x / 32;
-  if (EARLY) {
-    let_next_start();
-  }
   if (EXPERTS || warp == kWarps) {  // the experts' segments are of an earlier kernel of the step
     wait_for_previous();
-    if (!EARLY) {
-      let_next_start();
-    }
+    let_next_start();
   }
   if (warp == kWarps) {
     return;
@@ -270,21 +265,20 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(
   }
 }
 
-template <bool EXPERTS, bool EARLY>
+template <bool EXPERTS>
 void launch(Params& p, const CudaStream& state) {
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
   p.held = std::min((blocks + kWarps - 1) / kWarps, kHeldMax);
   const int shared = kWarps * p.held * static_cast<int>(kGranuleBytes);
-  check_cuda(
-      cudaFuncSetAttribute(lora_shrink_rows<EXPERTS, EARLY>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-      "shared memory of lora_shrink");
+  check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+             "shared memory of lora_shrink");
   const int panels = std::max(p.rank_stride / kTileRanks, 1);
   // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
   const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
   const int segments = std::clamp(blocks_max / (panels * p.num_modules), 1, p.max_segments);
   const dim3 grid(static_cast<unsigned>(panels), static_cast<unsigned>(p.num_modules), static_cast<unsigned>(segments));
-  launch_dependent(lora_shrink_rows<EXPERTS, EARLY>, grid, kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared),
-                   state, p);
+  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared), state,
+                   p);
   check_launch("lora_shrink");
 }
 

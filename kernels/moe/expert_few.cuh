@@ -6,8 +6,8 @@
 // soon as it was read: nothing but weights is read on the way, and no warp waits for another but every kSlots row
 // tiles, when the partial sums meet in shared memory and are added in the order of the warps. A token's bits depend on
 // its own row, k and its adapter.
-// Tables of pointers are read before the wait for the kernel ahead. LoRA: kernels/moe/expert_delta.cuh before it or, by
-// paths of their own, kernels/moe/expert_few_lora.cuh inside.
+// Tables of pointers are read before the wait for the kernel ahead. LoRA: kernels/moe/expert_delta.cuh before it or, of
+// one row of MXFP4, kernels/moe/expert_few_lora.cuh inside.
 // H200, six layers of the gpt-oss shape as one graph, by this and by expert_decode.cuh: 1 row 598 us (677), with an
 // adapter 705 (731), 8 rows with 8 adapters 1,023 (1,178); of Qwen3-30B-A3B 451 (474), with an adapter 548 (584).
 // Tried: twice the shared memory for partial sums, so that one barrier is enough (1 row 752 us instead of 632: less L1
@@ -131,7 +131,7 @@ struct SharedWithTail : Shared<Range, KW> {
   uint32_t items;  // of the shrink beside
 };
 template <bool GATE_UP, class Range, int KW, Lora LORA>
-using SharedOf = std::conditional_t<has_tail(LORA), SharedWithTail<Range, KW, GATE_UP>, Shared<Range, KW>>;
+using SharedOf = std::conditional_t<LORA == Lora::kBeside, SharedWithTail<Range, KW, GATE_UP>, Shared<Range, KW>>;
 
 // By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago. BESIDE: also
 // the items of the shrink, of which each segment has so many.
@@ -262,7 +262,7 @@ __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const Ex
   const int end = order.end[place.index];
   if constexpr (LORA == Lora::kDeltas) {
     add_deltas<GATE_UP>(sum, p, place.tile, pair, end);
-  } else if constexpr (has_tail(LORA)) {
+  } else if constexpr (LORA == Lora::kBeside) {
     expand_tile<GATE_UP>(sum, p, place.tile, pair, end, *adapters);
   }
   finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
@@ -349,7 +349,7 @@ __device__ __forceinline__ void multiply_group(const ExpertGemm& p, Shared& s, S
       }
       __syncwarp();
     }
-    if constexpr (has_tail(LORA)) {
+    if constexpr (LORA == Lora::kBeside) {
       if (walk.at < walk.group + kTileWarps && warp_index() < end - walk.group) {  // while the next weights come
         prepare_tail<GATE_UP>(p, s.order, walk.group + warp_index(), s.adapters[warp_index()]);
       }
@@ -364,13 +364,13 @@ __device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int
   const bool finishes = warp_index() < SLOTS && own < last;
   const Place place(min(own, last - 1), p.row_tiles);
   const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[place.index], place.tile);
-  if (waits_late(LORA)) {
-    wait_for_previous();  // the deltas or the shrunk values are there
+  if (LORA == Lora::kDeltas) {
+    wait_for_previous();  // the deltas are there
   }
   __syncthreads();  // the partial sums of all warps are there
   if (finishes) {
     const Adapters<GATE_UP>* adapters = nullptr;
-    if constexpr (has_tail(LORA)) {
+    if constexpr (LORA == Lora::kBeside) {
       adapters = &s.adapters[warp_index()];
     }
     finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, place, bias, adapters);
@@ -380,8 +380,8 @@ __device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int
   }
 }
 
-// kDeltas, kTail: the kernel ahead, which computes the deltas or the shrunk values, passed its wait before this one
-// began, so that all but what it computes was complete then. kBeside: the first `producers` blocks shrink.
+// kDeltas: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but what it
+// computes was complete then. kBeside: the first `producers` blocks shrink.
 template <bool GATE_UP, class Range, int KW, Lora LORA>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers) {
@@ -392,12 +392,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   Items items{0, producers};
   const int panels = LORA == Lora::kBeside ? *p.lora.max_rank / kTileRanks : 0;
-  if (!waits_late(LORA)) {
+  if (LORA != Lora::kDeltas) {
     wait_for_previous();
   }
   let_next_start();
   load_order<LORA == Lora::kBeside>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items);
-  if constexpr (has_tail(LORA)) {
+  if constexpr (LORA == Lora::kBeside) {
     begin_tail(s, items);
   }
   Walk<Range> walk;
@@ -422,12 +422,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll 1
   for (; walk.group < walk.last; walk.group += Range::kSlots) {
     multiply_group<GATE_UP, KW, LORA>(p, s, stages, walk, x, index_of_x);
-    if constexpr (has_tail(LORA)) {
+    if constexpr (LORA == Lora::kBeside) {
       asm volatile("" : "+r"(walk.group));  // nothing that follows from it is kept in registers
     }
     finish_group<GATE_UP, KW, LORA, Range::kSlots>(p, s, walk.group, walk.last);
   }
-  if (waits_late(LORA)) {
+  if (LORA == Lora::kDeltas) {
     wait_for_previous();  // also in a block without a share: its end must mean that all before it has ended
   }
   if (LORA == Lora::kBeside && threadIdx.x == 0) {
@@ -466,8 +466,6 @@ void launch(const ExpertGemm& p, Lora lora, int num_pairs, int num_experts, cons
       return launch_of<GATE_UP, Range, KW, Lora::kNone>(p, num_pairs, num_experts, state);
     case Lora::kDeltas:
       return launch_of<GATE_UP, Range, KW, Lora::kDeltas>(p, num_pairs, num_experts, state);
-    case Lora::kTail:
-      return launch_of<GATE_UP, typename WithTail<Range>::Type, KW, Lora::kTail>(p, num_pairs, num_experts, state);
     case Lora::kBeside:
       return launch_of<GATE_UP, typename WithTail<Range>::Type, KW, Lora::kBeside>(p, num_pairs, num_experts, state);
   }

@@ -29,16 +29,9 @@ constexpr int kBlocksPerSm = 2;
 
 constexpr int kTilesPerItem = 3;  // row tiles that a block leaves to others for an item of the shrink
 
-// Where the adapters' deltas come from: nowhere; memory, whole; the tail, from values shrunk by the kernel ahead; the
-// tail, from values shrunk by blocks of this kernel.
-enum class Lora : uint8_t { kNone, kDeltas, kTail, kBeside };
-constexpr bool has_tail(Lora lora) {
-  return lora == Lora::kTail || lora == Lora::kBeside;
-}
-// Whether the kernel ahead computes what only the end of a row tile needs.
-constexpr bool waits_late(Lora lora) {
-  return lora == Lora::kDeltas || lora == Lora::kTail;
-}
+// Where the adapters' deltas come from: nowhere; memory, whole, from the kernel ahead; the tail, from values shrunk by
+// blocks of this kernel.
+enum class Lora : uint8_t { kNone, kDeltas, kBeside };
 
 // --- Expand.
 

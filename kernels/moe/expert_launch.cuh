@@ -23,6 +23,13 @@ constexpr int kMinItemsPerSm = 8;
 // tiles (gpt-oss shape, H200: 64 rows, eight pairs an expert, gate_up 96 us against 104 and a step of six layers 1,753
 // us against 1,880; 8 rows, one pair an expert, 47 us against 43).
 constexpr int kStreamTokensPerExpert = 4;
+// Rows of MXFP4 up to which LoRA is inside the product (H200, six layers of the gpt-oss shape as one graph, with the
+// dense linears' shrink beside, too: 1 row 669 us, with all deltas in a launch before it 694; 2 rows 773 and 779; 4
+// rows 939 and 874). Of bf16 rows deltas before it are always faster (Qwen3-30B-A3B's shape, 1 row: 562 and 523 us).
+constexpr int kBesideRows = 1;
+// Pairs from which the deltas come from blocks without clusters (gpt-oss, six layers: 16 rows 1,432 us and 1,336 by
+// clusters; 32 rows 1,707 and 1,780; 64 rows 2,239 and 2,440; Qwen3-30B-A3B, 64 rows 3,298 and 4,058).
+constexpr int kBlocksPairs = 128;
 
 inline bool aligned16(const Rows& rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
@@ -96,24 +103,18 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   return shrink;
 }
 
-// At most 8 rows with the expand in the product's tail, by a path that says so. False: nothing was launched.
+// At most 8 rows with LoRA inside the product. False: nothing was launched.
 template <bool GATE_UP, bool TILES>
-bool launch_expert_tail(ExpertGemm p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows, int num_pairs,
-                        int num_experts, Stream& stream) {
-  const CudaStream& state = cuda_state(stream);
-  if ((path != ExpertPath::kFewRowsTail && path != ExpertPath::kFewRowsBeside) ||
+bool launch_expert_beside(ExpertGemm p, ExpertPath path, int num_rows, int num_pairs, int num_experts,
+                          const CudaStream& state) {
+  const bool wanted =
+      path == ExpertPath::kFewRowsBeside || (path == ExpertPath::kAuto && TILES && num_rows <= kBesideRows);
+  if (!wanted || p.lora.row_slot == nullptr || state.counters == nullptr ||
       !few::fits<GATE_UP, TILES>(p, num_rows, num_pairs, num_experts)) {
     return false;
   }
-  auto lora = few::Lora::kNone;
-  if (shrink.lora != nullptr && path == ExpertPath::kFewRowsBeside && state.counters != nullptr) {
-    lora = few::Lora::kBeside;
-    p.lora.counters = state.counters;
-  } else if (shrink.lora != nullptr) {
-    lora = few::Lora::kTail;
-    lora_shrink_experts_cuda(shrink, stream);
-  }
-  return launch_expert_few<GATE_UP, TILES>(p, lora, num_rows, num_pairs, num_experts, state);
+  p.lora.counters = state.counters;
+  return launch_expert_few<GATE_UP, TILES>(p, few::Lora::kBeside, num_rows, num_pairs, num_experts, state);
 }
 
 // Few tokens: the deltas of all adapted pairs, for the product's epilogue. True if all others have one, too.
@@ -122,7 +123,8 @@ bool launch_expert_deltas(const ExpertGemm& p, const ExpertShrinkArgs& shrink, E
                           int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
   MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
-  if (path == ExpertPath::kFewTokensBlocks && launch_expert_delta_stream<GATE_UP>(p, num_pairs, state)) {
+  const bool many = path == ExpertPath::kFewTokensBlocks || (path == ExpertPath::kAuto && num_pairs >= kBlocksPairs);
+  if (many && launch_expert_delta_stream<GATE_UP>(p, num_pairs, state)) {
     return true;
   }
   if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
@@ -136,10 +138,10 @@ template <bool GATE_UP, class Source, bool TILES>
 void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
                         int64_t num_pairs, int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
-  if (launch_expert_tail<GATE_UP, TILES>(p, shrink, path, num_rows, static_cast<int>(num_pairs), num_experts, stream)) {
+  if (launch_expert_beside<GATE_UP, TILES>(p, path, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
     return;
   }
-  if (path == ExpertPath::kFewRowsTail || path == ExpertPath::kFewRowsBeside) {
+  if (path == ExpertPath::kFewRowsBeside) {
     path = ExpertPath::kAuto;
   }
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));

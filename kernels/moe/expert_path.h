@@ -20,14 +20,12 @@ enum class ExpertPath : uint8_t {
   // Streams weights past mma.sync (kernels/moe/expert_decode.cuh); shrink and expand as launches of their own, as on
   // GPUs without clusters.
   kFewTokensApart = 4,
-  // At most 8 rows, else as kAuto: kernels/moe/expert_few.cuh with the expand as its tail, the shrink a launch before
-  // it or, if Beside, in blocks of its own grid (kernels/moe/expert_few_lora.cuh). kAuto shall take the faster one for
-  // up to 8 rows with adapters where that is measured to be less than with all deltas in a launch before it.
-  kFewRowsTail = 5,
-  kFewRowsBeside = 6,
-  // As 1, with the deltas of adapters by kernels/moe/expert_delta_stream.cuh where the GPU has the shared memory. Not
-  // measured yet; if it is faster, kAuto's way from 128 pairs on (32 rows of four choices).
-  kFewTokensBlocks = 7,
+  // At most 8 rows, else as kAuto: kernels/moe/expert_few.cuh with the expand as its tail and the shrink in blocks of
+  // its own grid (kernels/moe/expert_few_lora.cuh). kAuto's way for one row of MXFP4.
+  kFewRowsBeside = 5,
+  // As 1, with the deltas of adapters by kernels/moe/expert_delta_stream.cuh where the GPU has the shared memory.
+  // kAuto's way for many pairs.
+  kFewTokensBlocks = 6,
 };
 
 // Pairs an expert, on average over all experts, from which kAuto takes kManyTokens.

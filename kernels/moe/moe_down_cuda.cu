@@ -4,8 +4,8 @@
 // accumulators. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some
 // tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh
 // or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh; another way, for now at a
-// caller's wish, is expert_delta_stream.cuh); where there are no clusters, shrink and expand
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh or, of many pairs,
+// expert_delta_stream.cuh; of one row of MXFP4 the product does); where there are no clusters, shrink and expand
 // (kernels/moe/expert_expand.cuh) are two.
 // H200, as in moe_gate_up_cuda.cu:
 //   gpt-oss-20b (MXFP4)    1 row 15.7 us for 18 MB; 64 rows 58 us for 95 MB, with 8 adapters 88 us (by

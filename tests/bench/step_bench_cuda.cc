@@ -6,11 +6,10 @@
 // over more memory than the L2 holds.
 //
 //   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R]
-//              [--paths] [--splits]
+//              [--paths]
 //
 // --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows. Instead of the table:
-// --paths compares the ways that ops have for few rows with adapters, --splits tries other splits of the L1 for every
-// kernel of the step, after --paths those of the fastest way, too.
+// --paths compares the ways that ops have with adapters.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -40,7 +39,7 @@ constexpr int32_t kBlockTokens = 16;
 struct Flags {
   std::string model;
   int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32;
-  bool paths = false, splits = false;
+  bool paths = false;
 };
 
 class StepBench {
@@ -69,7 +68,7 @@ class StepBench {
     std::printf("%s, %d layers, %d rows, context %d, %d adapters of rank %d on %s; read ceiling %.2f TB/s\n",
                 flags_.model.c_str(), config_.num_layers, rows_, context_, flags_.adapters, flags_.rank,
                 device_->info().name.c_str(), ceiling_ / 1e12);
-    if (flags_.paths || flags_.splits) {
+    if (flags_.paths) {
       return compare();
     }
     std::map<std::string, std::vector<double>> times;
@@ -231,15 +230,7 @@ class StepBench {
     recorder_.recording_graph = true;
     const auto queue = [this] { model_->forward(input_, *workspace_, *stream_); };
     const RecordedStep step{recorder_.paths, queue, *device_, *stream_};
-    if (flags_.splits) {
-      sweep_splits(step);
-    }
-    if (flags_.paths) {
-      compare_paths(step);
-      if (flags_.splits) {
-        sweep_splits(step);
-      }
-    }
+    compare_paths(step);
   }
 
   // Weight and KV bytes that all calls of an op must read in a step.
@@ -368,7 +359,6 @@ int main(int argc, char** argv) {
   app.add_option("--adapters", flags.adapters);
   app.add_option("--rank", flags.rank);
   app.add_flag("--paths", flags.paths);
-  app.add_flag("--splits", flags.splits);
   CLI11_PARSE(app, argc, argv);
   try {
     moelora::StepBench(flags).run();

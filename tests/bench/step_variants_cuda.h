@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What step_bench compares within one process: a step as one graph by each way that its ops have for few rows, and with
-// other splits of the L1 and shared memory for each of its kernels.
+// What step_bench compares within one process: a step as one graph by each way that its ops have with adapters.
 #pragma once
 
 #include <functional>
@@ -26,9 +25,7 @@ struct RecordedStep {
   Stream& stream;
 };
 
-// Prints the time of each way and the number of its kernels, and leaves the fastest in `paths`.
+// Prints the time of each way and the number of its kernels.
 void compare_paths(const RecordedStep& step);
-// For each kernel in turn: prints the time at each split, keeps the best one. Two rounds.
-void sweep_splits(const RecordedStep& step);
 
 }  // namespace moelora

@@ -24,7 +24,7 @@ void check_values(CudaLinearCase& linear, const std::vector<std::vector<float>>&
 constexpr LinearPath kPaths[] = {LinearPath::kShrinkBeside, LinearPath::kShrinkFirst};
 
 std::string describe(LinearPath path, const LinearShape& shape) {
-  return std::string(path == LinearPath::kShrinkBeside ? "shrink beside, " : "shrink first, ") + text(shape);
+  return std::string(path == LinearPath::kShrinkBeside ? "shrink beside, " : "shrink before it, ") + text(shape);
 }
 
 // Of the op: one where the shrink's blocks, eight at least, run beside all tiles of 16 outputs.

@@ -21,9 +21,9 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsTail,
-                                 ExpertPath::kFewRowsBeside, ExpertPath::kFewTokensBlocks};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,           ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma,  ExpertPath::kFewTokensApart, ExpertPath::kFewRowsBeside,
+                                 ExpertPath::kFewTokensBlocks};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -37,7 +37,6 @@ inline std::string describe(const MoeShape& shape, Store store, ExpertPath path)
                          "many",
                          "many by mma.sync",
                          "few, shrink and expand apart",
-                         "few rows, expand in the tail",
                          "few rows, shrink beside",
                          "few, deltas without clusters"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
