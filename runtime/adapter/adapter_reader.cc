@@ -28,6 +28,7 @@ void AdapterReader::stop() {
 
 void AdapterReader::add(std::shared_ptr<TieredImage> image) {
   MOELORA_ASSERT(!is_full() && image->is_reloadable() && config_ != nullptr);
+  num_bytes_ += image->stream_bytes;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     AdapterRead& read = ring_[num_added_ % kMaxReads];
@@ -68,6 +69,7 @@ bool AdapterReader::take(AdapterRead* out) {
     }
     done = std::move(ring_[num_taken_++ % kMaxReads]);
   }
+  num_bytes_ -= done.image->stream_bytes;
   *out = std::move(done);
   return true;
 }

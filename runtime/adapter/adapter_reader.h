@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "kernels/base/error.h"
+#include "runtime/adapter/loads_on_their_way.h"
 #include "runtime/adapter/tiered_image.h"
 
 namespace moelora {
@@ -30,8 +31,8 @@ struct AdapterRead {
 
 class AdapterReader {
  public:
-  // Begun or waiting at once; each has its bytes of the budget from `add` on.
-  static constexpr size_t kMaxReads = 4;
+  // Each has its bytes of the budget from `add` on.
+  static constexpr size_t kMaxReads = LoadsOnTheirWay::kMax;
 
   // `wake` is called on the reader's thread when a stream begins to grow and after each read; it may be empty. `config`
   // is the model's, and not null if anything is read. The mean rate of reading, in bytes of streams, stays below
@@ -41,7 +42,9 @@ class AdapterReader {
   AdapterReader(const AdapterReader&) = delete;
   AdapterReader& operator=(const AdapterReader&) = delete;
 
-  [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxReads; }
+  [[nodiscard]] bool is_full() const {
+    return LoadsOnTheirWay::is_full(static_cast<size_t>(num_added_ - num_taken_), num_bytes_);
+  }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
   // Some of what was added has not ended yet, or those who copy its stream do not know yet.
   [[nodiscard]] bool is_working();
@@ -85,6 +88,7 @@ class AdapterReader {
   AdapterRead ring_[kMaxReads];
   bool cancelled_[kMaxReads] = {};          // under the lock
   uint64_t num_added_ = 0, num_taken_ = 0;  // of the caller; num_added_ is written under the lock
+  uint64_t num_bytes_ = 0;                  // of streams added and not taken; of the caller
   uint64_t num_begun_ = 0, num_done_ = 0;   // under the lock
   std::vector<Discarded> discarded_;        // under the lock
   std::vector<Discarded> freeing_;          // of the reader's thread; takes turns with discarded_

@@ -82,6 +82,7 @@ void AdapterUploader::add(int32_t slot, std::shared_ptr<const AdapterImage> imag
   if (bytes != nullptr) {
     bytes->store(0);
   }
+  num_bytes_ += image->stream.size();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Entry& entry = *ring_[num_added_ % kMaxUploads];
@@ -116,6 +117,7 @@ bool AdapterUploader::take(Upload* out) {
     }
     done = std::move(ring_[num_taken_++ % kMaxUploads]->upload);
   }
+  num_bytes_ -= done.image->stream.size();
   *out = std::move(done);
   return true;
 }

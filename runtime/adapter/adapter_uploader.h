@@ -18,6 +18,7 @@
 
 #include "kernels/kernels.h"
 #include "runtime/adapter/adapter_image.h"
+#include "runtime/adapter/loads_on_their_way.h"
 #include "runtime/memory/page_pool.h"
 
 namespace moelora {
@@ -35,8 +36,7 @@ struct Upload {
 
 class AdapterUploader {
  public:
-  // Begun or waiting at once. More would hold pages long before they are written.
-  static constexpr size_t kMaxUploads = 4;
+  static constexpr size_t kMaxUploads = LoadsOnTheirWay::kMax;
 
   // `wake` is called on the loader's thread after each upload; it may be empty. `bytes_per_second` bounds the mean rate
   // from the second chunk on; 0 = no bound.
@@ -49,7 +49,9 @@ class AdapterUploader {
   // Host memory of the ring.
   [[nodiscard]] static uint64_t staging_bytes(int64_t page_bytes, bool is_host);
 
-  [[nodiscard]] bool is_full() const { return num_added_ - num_taken_ == kMaxUploads; }
+  [[nodiscard]] bool is_full() const {
+    return LoadsOnTheirWay::is_full(static_cast<size_t>(num_added_ - num_taken_), num_bytes_);
+  }
   [[nodiscard]] int32_t num_begun() const { return static_cast<int32_t>(num_added_ - num_taken_); }
   [[nodiscard]] bool is_empty() const { return num_added_ == num_taken_; }
   // Some of what was added has not ended yet, and does not wait for its stream to grow. For tests.
@@ -106,6 +108,7 @@ class AdapterUploader {
   Entry entries_[kMaxUploads];
   Entry* ring_[kMaxUploads] = {};           // entries_ in order: ended, then those that have not; under the lock
   uint64_t num_added_ = 0, num_taken_ = 0;  // of the engine thread; num_added_ is written under the lock
+  uint64_t num_bytes_ = 0;                  // of streams added and not taken; of the engine thread
   uint64_t num_done_ = 0;                   // under the lock
   size_t num_chunks_ = 0;                   // filled so far; of the loader's thread
   bool has_entered_ = false;                // the loader's thread, the device

@@ -51,7 +51,7 @@ std::vector<Row> scheduler_rows() {
       {{"swap_memory_bytes", kInt, "0",
         "Host memory for the KV of preempted requests, where copying is cheaper than computing again; 0 = never."},
        &O::swap_memory_bytes, 0, static_cast<double>(kNoLimit)},
-      {{"max_loads_per_step", kInt, "4", "Copies of adapters to the device that a step may begin."},
+      {{"max_loads_per_step", kInt, "16", "Copies of adapters to the device that a step may begin."},
        &O::max_loads_per_step, 1, 65536},
   };
   // clang-format on
@@ -129,7 +129,7 @@ const std::vector<Row>& rows() {
        &O::max_batch_tokens, 0, 1048576},
       {{"max_queued_requests", kInt, "1024", "Waiting requests; more are refused with E_OVERLOADED."},
        &O::max_queued_requests, 1, 1048576},
-      {{"prefetch_requests", kInt, "8",
+      {{"prefetch_requests", kInt, "16",
         "Waiting requests whose adapters are brought to the device ahead of their turn; 0 = none."},
        &O::prefetch_requests, 0, 65536},
       {{"max_context_tokens", kInt, "0", "Prompt and output of a sequence; 0 = the model's."},

@@ -51,10 +51,10 @@ struct EngineOptions {
   int64_t max_num_sequences = 64;  // running at once
   int64_t max_batch_tokens = 0;    // rows of a step; 0 = 512 on the CPU, 4096 on a GPU
   int64_t max_queued_requests = 1024;
-  int64_t prefetch_requests = 8;            // of those who wait; their adapters come ahead
+  int64_t prefetch_requests = 16;           // of those who wait; their adapters come ahead
   std::string fairness = "arrival";         // arrival | adapter
   int64_t max_overtaking_steps = 256;       // before one that lacks a slot or pages
-  int64_t max_loads_per_step = 4;           // of adapters, begun
+  int64_t max_loads_per_step = 16;          // of adapters, begun
   int64_t swap_memory_bytes = 0;            // host copies of preempted sequences' KV; 0 = never
   bool early_refusal = false;               // end requests early whose deadline cannot be met
   int64_t max_context_tokens = 0;           // 0 = the model's

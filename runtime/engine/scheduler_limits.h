@@ -37,7 +37,7 @@ struct SchedulerLimits {
   int32_t num_prefetched_max = 0;  // of those who wait
   int32_t output_buffer_tokens = 0;
   int32_t num_overtaking_steps_max = 256;
-  int32_t num_loads_max = 4;        // uploads begun in a step
+  int32_t num_loads_max = 16;       // uploads begun in a step
   bool is_fair_by_adapter = false;  // else by arrival
   bool refuses_early = false;       // those whose deadline cannot be met
 };

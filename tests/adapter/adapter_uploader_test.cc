@@ -73,19 +73,56 @@ TEST_CASE("uploads: all bytes to their pages, in order") {
     uploader.add(static_cast<int32_t>(i) + 1, image, ids.data() + first_page);
     first_page += sizes[i] / kPage + 1;
   }
-  CHECK(uploader.is_full());
   for (int32_t slot = 1; slot <= 4; ++slot) {
     const Upload upload = take(uploader);
     CHECK(upload.slot == slot);
     CHECK(upload.status == Status::kOk);
   }
-  CHECK(!uploader.is_full());
   Upload none;
   CHECK(!uploader.take(&none));
   uploader.stop();
   CHECK(woken == 4);
   CHECK(std::memcmp(pool.base(), expected.data(), expected.size()) == 0);
   pool.release(ids.data(), kPages);
+}
+
+TEST_CASE("uploads: a few large ones or many small ones may be on their way") {
+  Pages pages;
+  AdapterUploader uploader(pages.pool, *pages.device, kernels_cpu(), nullptr);
+  // Nobody fills these streams, so that no byte of them is copied.
+  const auto waiting = [](size_t bytes) {
+    auto image = std::make_shared<AdapterImage>();
+    image->stream.resize(bytes);
+    image->progress.begin();
+    return image;
+  };
+  const auto add_until_full = [&](size_t bytes, int32_t most) {
+    const auto image = waiting(bytes);
+    int32_t count = 0;
+    for (; !uploader.is_full() && count < most; ++count) {
+      uploader.add(count + 1, image, pages.ids.data());
+    }
+    return count;
+  };
+  const auto empty = [&] {
+    while (!uploader.is_empty()) {
+      for (int32_t slot = 1; slot <= 40; ++slot) {
+        uploader.cancel(slot);
+      }
+      CHECK(take(uploader).status == Status::kCancelled);
+    }
+    CHECK(!uploader.is_full());
+  };
+  const size_t mib = size_t{1} << 20;
+  CHECK(add_until_full(300 * mib, 40) == 4);
+  empty();
+  CHECK(add_until_full(32 * mib, 40) == 8);
+  uploader.cancel(1);
+  CHECK(take(uploader).slot == 1);
+  CHECK(!uploader.is_full());
+  empty();
+  CHECK(add_until_full(1 * mib, 40) == 32);
+  empty();
 }
 
 TEST_CASE("uploads: a failed one does not spoil the next, a stopped one is not taken for done") {
