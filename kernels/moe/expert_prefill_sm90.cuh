@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
       reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kStageAlignment - misaligned);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], full_arrivals(FillerOf<GATE_UP, Source>::Filler::kAhead));
+      mbarrier_init(&shared.full[i], kFullArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyWarps);
     }
     for (int i = 0; i < 2; ++i) {
@@ -177,21 +177,22 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
 
 }  // namespace sm90
 
-// False where the code for sm_90a is not there: nothing was launched.
+// Whether the code for sm_90a is there.
 template <bool GATE_UP, class Source>
-bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+bool has_expert_prefill_sm90(const CudaStream& state) {
+  static const bool usable = has_code(sm90::expert_prefill_wgmma<GATE_UP, Source>);
+  return usable && state.compute_capability == 90;
+}
+// The shrunk values are bf16.
+template <bool GATE_UP, class Source>
+void launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
   const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
-  static const bool usable = has_code(kernel);
-  if (!usable || state.compute_capability != 90) {
-    return false;
-  }
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kSharedBytes),
              "shared memory of the expert product");
   const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
   const int64_t items = (num_pairs / sm90::kMaxTokens + std::min<int64_t>(num_experts, num_pairs)) * row_blocks;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
   kernel<<<grid, sm90::kThreads, sm90::kSharedBytes, state.stream>>>(p);
-  return true;
 }
 
 }  // namespace moelora
