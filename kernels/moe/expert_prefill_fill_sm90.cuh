@@ -336,20 +336,6 @@ struct CopyRows {
   }
 };
 
-// The same, each from its own place, of as many bytes as it says.
-__device__ __forceinline__ void copy_four(bool present, const uint32_t (&to)[4], const uint4* const (&from)[4],
-                                          const int (&bytes)[4]) {
-  asm volatile(
-      "{.reg .pred present; setp.ne.b32 present, %12, 0;"
-      "@present cp.async.cg.shared.global.L2::128B [%0], [%4], 16, %8;"
-      "@present cp.async.cg.shared.global.L2::128B [%1], [%5], 16, %9;"
-      "@present cp.async.cg.shared.global.L2::128B [%2], [%6], 16, %10;"
-      "@present cp.async.cg.shared.global.L2::128B [%3], [%7], 16, %11;}" ::"r"(to[0]),
-      "r"(to[1]), "r"(to[2]), "r"(to[3]), "l"(from[0]), "l"(from[1]), "l"(from[2]), "l"(from[3]), "r"(bytes[0]),
-      "r"(bytes[1]), "r"(bytes[2]), "r"(bytes[3]), "r"(static_cast<int>(present))
-      : "memory");
-}
-
 template <bool GATE_UP>
 struct GatherWarp {
   const ExpertGemm& p;
@@ -388,58 +374,55 @@ struct GatherWarp {
       ring.publish_copies();
     }
   }
-  // This lane's panel `from` of tokens first .. first + 3 after its own first one.
-  __device__ __forceinline__ void copy_values(bool present, int first, uint32_t operand, const int4& slots, int slot,
-                                              const uint4* from) const {
-    const int stride = p.lora.rank_stride / 8 * (GATE_UP ? 2 : 1);
-    const int piece = lane_index() % 8;
-    const int row = lane_index() / 8 * 4;
-    const int of[4] = {slots.x, slots.y, slots.z, slots.w};
-    uint32_t to[4];
-    const uint4* values[4];
-    int bytes[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const bool own = of[j] == slot;
-      to[j] = operand + piece_place(row + j, piece) + first * kRowBytes;
-      values[j] = from + (own ? (first + j) * stride : 0);
-      bytes[j] = own ? 16 : 0;
-    }
-    copy_four(present, to, values, bytes);
-  }
-  // The steps. A lane's piece is the same panel for all tokens: its own adapter's shrunk values, zeros of the others.
+  // The steps. A lane's piece is the same panel for all tokens: its own adapter's shrunk values, zeros of the others,
+  // whose addresses are of no matter.
   __device__ __forceinline__ void copy_steps(const Work& work) {
     constexpr int kModules = GATE_UP ? 2 : 1;
-    constexpr int kGroups = kMaxTokens / 16;
-    constexpr int kTogether = 4;
     const TileTokens& tokens = shared.tokens[nth % 2];
     const int piece = lane_index() % 8;
     const int row = lane_index() / 8 * 4;
-    const auto* const slots = reinterpret_cast<const int4*>(tokens.slot + row);
-    const int groups = (work.count + 15) / 16;
     const int stride = p.lora.rank_stride / 8;  // chunks
     const auto* const shrunk =
-        as_base(reinterpret_cast<const uint4*>(p.lora.shrunk) + int64_t{work.pair + row} * kModules * stride);
+        reinterpret_cast<const uint4*>(p.lora.shrunk) + int64_t{work.pair + row} * kModules * stride;
     StepPanel panel;
     for (int step = 0; step < tokens.num_steps; ++step) {
       panel.find(tokens, step * kStepPanels + piece);
       const bool there = panel.index >= 0;
       const int slot = there ? panel.of.slot : -1;
-      const uint4* const from = shrunk + (there ? entry_module(panel.of) * stride + panel.index : 0);
-      const uint32_t to = shared_address(ring.wait_empty()) + kWeightBytes;
+      const uint4* from[4];
+      from[0] = as_base(shrunk + (there ? entry_module(panel.of) * stride + panel.index : 0));
 #pragma unroll
-      for (int first = 0; first < kGroups; first += kTogether) {
-        int4 of[kTogether];
+      for (int j = 1; j < 4; ++j) {
+        from[j] = as_base(from[0] + j * kModules * stride);
+      }
+      std::byte* const to = ring.wait_empty() + kWeightBytes + row * kRowBytes;
 #pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          of[i] = slots[4 * (first + i)];
-        }
-#pragma unroll
-        for (int i = 0; i < kTogether; ++i) {
-          copy_values(first + i < groups, 16 * (first + i), to, of[i], slot, from);
+      for (int first = 0; first < kMaxTokens; first += kSlotTokens) {
+        if (first < work.count) {
+          copy_values(to, piece, row, tokens.slot + row, first, slot, from, 16 * kModules * stride);
         }
       }
       ring.publish_copies();
+    }
+  }
+  // Tokens first .. first + kSlotTokens - 1 of the tile, one of 16 by this lane; `group`: chunks from 16 tokens to the
+  // next.
+  static __device__ __forceinline__ void copy_values(std::byte* to, int piece, int row, const int32_t* slots, int first,
+                                                     int slot, const uint4* const (&from)[4], int group) {
+    int4 of[kSlotTokens / 16];
+#pragma unroll
+    for (int i = 0; i < kSlotTokens / 16; ++i) {
+      of[i] = *reinterpret_cast<const int4*>(slots + first + 16 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotTokens / 16; ++i) {
+      const int at = first + 16 * i;
+      const int own[4] = {of[i].x, of[i].y, of[i].z, of[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int place = piece_place(row + j, piece) - row * kRowBytes;
+        async_copy16(to + place + at * kRowBytes, from[j] + at / 16 * group, own[j] == slot);
+      }
     }
   }
   __device__ __forceinline__ void fill_all() {
@@ -494,6 +477,10 @@ __device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shar
     }
     __syncwarp();
     if (p.lora.row_slot != nullptr) {
+      const int looked_at = (work.count + kSlotTokens - 1) / kSlotTokens * kSlotTokens;
+      for (int i = described + lane_index(); i < looked_at; i += 32) {
+        tokens.slot[i] = 0;
+      }
       list_entries<GATE_UP>(p, work, tokens, shared.slots);
       __syncwarp();
     }

@@ -20,6 +20,7 @@ constexpr int kMultiplyThreads = 256;  // two warpgroups
 constexpr int kMultiplyWarps = kMultiplyThreads / 32;
 constexpr int kRowTiles = kMultiplyWarps;  // of 16 rows, of a block
 constexpr int kMaxTokens = 256;            // of a tile
+constexpr int kSlotTokens = 64;            // whose slots are looked at together
 constexpr int kStepPanels = 8;             // panels of 8 ranks, of a step
 constexpr int kEntryPanels = 2;            // entries begin at multiples of it
 
