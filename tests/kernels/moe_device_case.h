@@ -323,7 +323,10 @@ class DeviceMoe {
       }
       const double allowed = std::ldexp(std::abs(result[r]), -8) + 5e-5 * largest;
       right = right && std::abs(value - result[r]) <= allowed;
-      result[r] = right ? value : std::numeric_limits<double>::quiet_NaN();
+      result[r] = value;
+    }
+    if (!right) {
+      result[0] = std::numeric_limits<double>::quiet_NaN();
     }
     return result;
   }
