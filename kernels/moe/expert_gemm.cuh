@@ -26,7 +26,8 @@ struct ExpertLora {
   AdapterTable table;
   const int32_t* row_slot = nullptr;  // null: no adapters at all
   const float* row_scale = nullptr;
-  const float* shrunk = nullptr;  // [P, modules, rank_stride]; modules are gate and up, or down alone
+  // [P, modules, rank_stride]; modules are gate and up, or down alone. Bf16 for kernels/moe/expert_prefill_sm90.cuh.
+  const float* shrunk = nullptr;
   int rank_stride = 0;
   int layer = 0;
   // Few tokens: the deltas themselves (kernels/moe/expert_delta.cuh, expert_expand.cuh).

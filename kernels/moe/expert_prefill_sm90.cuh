@@ -11,8 +11,8 @@
 // not fit into the registers that the block is started with.
 // An expert's tokens are cut into tiles of nearly equal widths: as few tiles as 256 tokens allow, and products of as
 // many tokens as the tile has, since wgmma costs time by that number in steps of 16. A tile's LoRA is further blocks
-// (kernels/moe/expert_prefill_tile.cuh), their weights and tokens written by the same warps; a tile without adapted
-// tokens has none of them.
+// (kernels/moe/expert_prefill_tile.cuh), copied asynchronously by the same warps, as far ahead as all others; a tile
+// without adapted tokens has none of them.
 // Limited by the tensor cores, then by shared memory: a block of 128 x 256 x 64 takes 1,024 cycles of the former, and
 // moves 128 KB at 128 bytes a cycle. Measured (H200, gate_up of gpt-oss's shape, 4096 rows, 1,243 us = 437 TFLOP/s):
 // tensor cores 47 % busy, issue slots 26 %.
@@ -22,7 +22,10 @@
 // tiles of 256 tokens with 224 registers a thread 1,457 and 733 us; all products of a block started before the next
 // weights are expanded 331 TFLOP/s, tensor cores 38 % busy; one launch for all widths, by parts of 128, 64, 32 and 32
 // tokens, the same; tokens through registers, their words put into the order of the weights' chunks on the way to
-// shared memory, 870 instructions a block and warp, 138 TFLOP/s (2048 rows).
+// shared memory, 870 instructions a block and warp, 138 TFLOP/s (2048 rows). LoRA through registers, a step for every
+// adapter, module and 32 ranks, fp32 values split into a high and a low part on the way to shared memory: the ring ran
+// dry at the end of every item, gate_up with one adapter of rank 32 1,502 us with its shrink of 75. A last step with
+// fewer products: with a branch between the products of a block ptxas makes each wait for the one before.
 #pragma once
 
 #include <algorithm>
@@ -37,6 +40,7 @@ namespace sm90 {
 // --- The warpgroups that multiply.
 
 constexpr int kAccumulators = kMaxTokens / 2;  // a thread
+static_assert(sizeof(Shared) + kSharedBytes <= 227 * 1024);
 
 __device__ __forceinline__ void release(Shared& shared, int stage) {
   if (lane_index() == 0) {
@@ -142,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
       reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kStageAlignment - misaligned);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(&shared.full[i], full_arrivals(FillerOf<GATE_UP, Source>::Filler::kAhead));
+      mbarrier_init(&shared.full[i], kFullArrivals);
       mbarrier_init(&shared.empty[i], kMultiplyWarps);
     }
     for (int i = 0; i < 2; ++i) {
@@ -177,21 +181,22 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
 
 }  // namespace sm90
 
-// False where the code for sm_90a is not there: nothing was launched.
+// Whether the code for sm_90a is there.
 template <bool GATE_UP, class Source>
-bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+bool has_expert_prefill_sm90(const CudaStream& state) {
+  static const bool usable = has_code(sm90::expert_prefill_wgmma<GATE_UP, Source>);
+  return usable && state.compute_capability == 90;
+}
+// The shrunk values are bf16.
+template <bool GATE_UP, class Source>
+void launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
   const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
-  static const bool usable = has_code(kernel);
-  if (!usable || state.compute_capability != 90) {
-    return false;
-  }
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kSharedBytes),
              "shared memory of the expert product");
   const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
   const int64_t items = (num_pairs / sm90::kMaxTokens + std::min<int64_t>(num_experts, num_pairs)) * row_blocks;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
   kernel<<<grid, sm90::kThreads, sm90::kSharedBytes, state.stream>>>(p);
-  return true;
 }
 
 }  // namespace moelora

@@ -12,9 +12,9 @@
 // expert_decode.cuh (what expert_few.cuh gives is said there):
 //   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with
 //                          8 adapters of rank 32 155 us (by expert_decode.cuh, which takes 104 without); 4096 rows
-//                          1,243 us = 437 TFLOP/s, with 1 adapter of rank 32 1,497 us
+//                          1,243 us = 437 TFLOP/s
 //   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling, with 8 adapters
-//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s, with 1 adapter 749 us
+//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"

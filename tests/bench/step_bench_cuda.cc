@@ -5,11 +5,12 @@
 // that is; then the whole step as one graph and, for each kind, by how much it is shorter without it. Layers rotate
 // over more memory than the L2 holds.
 //
-//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R]
+//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R] [--runs N]
 //              [--paths]
 //
-// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows. Instead of the table:
-// --paths compares the ways that ops have with adapters.
+// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows; its rows are --runs
+// runs of equal length, each of the next adapter. Instead of the table: --paths compares the ways that ops have with
+// adapters.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -38,7 +39,7 @@ constexpr int32_t kBlockTokens = 16;
 
 struct Flags {
   std::string model;
-  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32;
+  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32, runs = 1;
   bool paths = false;
 };
 
@@ -169,7 +170,8 @@ class StepBench {
     }
     std::vector<int32_t> slots, sorted, segments, segment_slots;
     for (int32_t t = 0; t < rows_; ++t) {
-      slots.push_back(flags_.prompt > 0 ? 1 : t % flags_.adapters + 1);
+      const int64_t turn = flags_.prompt > 0 ? int64_t{t} * flags_.runs / rows_ : t;
+      slots.push_back(static_cast<int32_t>(turn % flags_.adapters) + 1);
     }
     for (int32_t slot = 1; slot <= flags_.adapters; ++slot) {
       const size_t first = sorted.size();
@@ -358,6 +360,7 @@ int main(int argc, char** argv) {
   app.add_option("--context", flags.context);
   app.add_option("--adapters", flags.adapters);
   app.add_option("--rank", flags.rank);
+  app.add_option("--runs", flags.runs)->check(CLI::PositiveNumber);
   app.add_flag("--paths", flags.paths);
   CLI11_PARSE(app, argc, argv);
   try {
