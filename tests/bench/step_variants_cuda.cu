@@ -166,6 +166,7 @@ constexpr NamedPaths kWays[] = {
     {"linear first, experts beside", {LinearPath::kShrinkFirst, kBeside, kBeside}},
     {"linear beside, experts in the tail", {LinearPath::kShrinkBeside, kTail, kTail}},
     {"linear and experts beside", {LinearPath::kShrinkBeside, kBeside, kBeside}},
+    {"router: three launches", {.router = RouterPath::kApart}},
 };
 
 // us with a split for each kernel; -1: the one that its launch asks for.

@@ -8,6 +8,7 @@
 #include "kernels/base/device.h"
 #include "kernels/dense/linear_path.h"
 #include "kernels/moe/expert_path.h"
+#include "kernels/moe/router_path.h"
 
 namespace moelora {
 
@@ -16,6 +17,7 @@ struct StepPaths {
   LinearPath linear = LinearPath::kAuto;
   ExpertPath gate_up = ExpertPath::kAuto;
   ExpertPath down = ExpertPath::kAuto;
+  RouterPath router = RouterPath::kAuto;
 };
 
 // Queues a step, by `paths` as they are then.
