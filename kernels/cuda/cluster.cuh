@@ -86,12 +86,20 @@ class ClusterBarrier {
   }
   // Until the phase of this parity has ended (mbarrier_wait).
   __device__ __forceinline__ void wait(uint32_t parity) { mbarrier_wait(&state_, parity); }
-  // 16 bytes to the same place in the shared memory of `block`, counted by its barrier.
+  // 16 or 4 bytes to the same place in the shared memory of `block`, counted by its barrier.
   __device__ __forceinline__ void send(float4* to, int block, const float4& value) {
 #ifdef MOELORA_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      at(shared_address(to), block)),
                  "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(at(own(), block))
+                 : "memory");
+#endif
+  }
+  __device__ __forceinline__ void send(float* to, int block, float value) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     at(shared_address(to), block)),
+                 "f"(value), "r"(at(own(), block))
                  : "memory");
 #endif
   }

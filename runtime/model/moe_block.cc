@@ -23,10 +23,11 @@ void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspa
   norm.num_rows = input.num_rows;
   norm.width = config_.hidden_size;
   norm.out = workspace.normed;
-  kernels_.rms_norm(norm, stream);
   if (config_.layer_is_moe[static_cast<size_t>(layer)] != 0) {
+    route(norm, input, layer, workspace, stream);
     moe_mlp(input, layer, workspace, stream);
   } else {
+    kernels_.rms_norm(norm, stream);
     dense_mlp(input, layer, workspace, stream);
   }
 }
@@ -63,20 +64,21 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   kernels_.linear(down, stream);
 }
 
-void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+void Model::route(const RmsNormArgs& norm, const ForwardInput& input, int32_t layer, Workspace& workspace,
+                  Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
-  LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
+  MoeRouterArgs args;
+  args.norm = norm;
+  LinearArgs& router = args.router;
+  router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
   router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, adapted(input, LoraModule::kRouter)};
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
-  kernels_.linear(router, stream);
-
-  MoeRouteArgs args;
-  args.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
-               RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
-  args.row_slot = adapts_experts(input) ? input.lora->row_slot : nullptr;
-  args.order = workspace.order;
-  kernels_.moe_route(args, stream);
+  args.route.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
+                     RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
+  args.route.row_slot = adapts_experts(input) ? input.lora->row_slot : nullptr;
+  args.route.order = workspace.order;
+  kernels_.moe_router(args, stream);
   if (input.router_gaps != nullptr) {
     narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
                        config_.top_k, input.router_gaps);
@@ -85,8 +87,6 @@ void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace
 
 void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
-  route(input, layer, workspace, stream);
-
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;
   gate_up.gate = weights.expert_gate;

@@ -250,7 +250,7 @@ class StepBench {
         add(layer.q), add(layer.k), add(layer.v);
       } else if (name == "linear o") {
         add(layer.o);
-      } else if (name == "linear router") {
+      } else if (name == kRouting) {
         add(layer.router);
       } else if (name == "moe_gate_up") {
         experts(layer.expert_gate), experts(layer.expert_up);

@@ -103,6 +103,7 @@ constexpr NamedPaths kWays[] = {
     {"linear: shrink before", {LinearPath::kShrinkFirst, kAny, kAny}},
     {"linear: shrink beside", {LinearPath::kShrinkBeside, kAny, kAny}},
     {"linear and experts beside", {LinearPath::kShrinkBeside, kBeside, kBeside}},
+    {"router: three launches", {.router = RouterPath::kApart}},
 };
 
 }  // namespace

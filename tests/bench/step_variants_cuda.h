@@ -7,6 +7,7 @@
 #include "kernels/base/device.h"
 #include "kernels/dense/linear_path.h"
 #include "kernels/moe/expert_path.h"
+#include "kernels/moe/router_path.h"
 
 namespace moelora {
 
@@ -15,6 +16,7 @@ struct StepPaths {
   LinearPath linear = LinearPath::kAuto;
   ExpertPath gate_up = ExpertPath::kAuto;
   ExpertPath down = ExpertPath::kAuto;
+  RouterPath router = RouterPath::kAuto;
 };
 
 // Queues a step, by `paths` as they are then.

@@ -14,7 +14,7 @@
 
 namespace moelora {
 
-constexpr const char* kRouting = "moe_route";
+constexpr const char* kRouting = "moe_router";  // with its norm
 
 // Events of one forward pass. The table of ops is plain functions, so the recorder is reached through a pointer.
 struct Recorder {
@@ -53,8 +53,6 @@ inline std::string linear_name(const LinearArgs& args) {
       return "linear q, k, v";
     case LoraModule::kO:
       return "linear o";
-    case LoraModule::kRouter:
-      return "linear router";
     case LoraModule::kNone:
       return "linear lm_head";
     default:
@@ -82,7 +80,13 @@ inline Kernels timed_kernels() {
     recorder->around("router_topk", router_topk_cuda, a, s);
   };
   table.moe_sort = [](const MoeSortArgs& a, Stream& s) { recorder->around("moe_sort", moe_sort_cuda, a, s); };
-  table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around(kRouting, moe_route_cuda, a, s); };
+  table.moe_route = [](const MoeRouteArgs& a, Stream& s) { recorder->around("moe_route", moe_route_cuda, a, s); };
+  table.moe_router = [](const MoeRouterArgs& a, Stream& s) {
+    recorder->around(
+        kRouting,
+        +[](const MoeRouterArgs& args, Stream& stream) { moe_router_cuda_by(recorder->paths.router, args, stream); }, a,
+        s);
+  };
   table.moe_gate_up = [](const MoeGateUpArgs& a, Stream& s) {
     recorder->around(
         "moe_gate_up",
