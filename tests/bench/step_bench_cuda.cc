@@ -189,6 +189,10 @@ class StepBench {
     lora_.num_segments = static_cast<int32_t>(segments.size());
     lora_.max_rank = flags_.rank;
     lora_.rank_stride = kRankMax;
+    lora_.modules = 0;
+    for (const std::shared_ptr<const AdapterImage>& image : images_) {
+      lora_.modules |= image->modules;
+    }
     lora_.counts = upload(std::vector<int32_t>{rows_, lora_.num_segments, (flags_.rank + 7) / 8 * 8});
     segments.push_back(rows_);
     lora_.table = cache_->table();

@@ -18,6 +18,14 @@ std::vector<LoraModule> told;
 int experts_told = 0;
 int sorted_by_slot = 0;
 
+void note_modules(const LinearArgs& args) {
+  for (int32_t i = 0; i < args.num_parts; ++i) {
+    if (args.lora != nullptr && args.parts[i].module != LoraModule::kNone) {
+      told.push_back(args.parts[i].module);
+    }
+  }
+}
+
 Kernels noting_kernels() {
   Kernels table = kernels_cpu();
   table.embedding = [](const EmbeddingArgs&, Stream&) {};
@@ -26,14 +34,11 @@ Kernels noting_kernels() {
   table.rope_kv_write = [](const RopeKvWriteArgs&, Stream&) {};
   table.paged_attention = [](const PagedAttentionArgs&, Stream&) {};
   table.moe_combine = [](const MoeCombineArgs&, Stream&) {};
-  table.linear = [](const LinearArgs& args, Stream&) {
-    for (int32_t i = 0; i < args.num_parts; ++i) {
-      if (args.lora != nullptr && args.parts[i].module != LoraModule::kNone) {
-        told.push_back(args.parts[i].module);
-      }
-    }
+  table.linear = [](const LinearArgs& args, Stream&) { note_modules(args); };
+  table.moe_router = [](const MoeRouterArgs& args, Stream&) {
+    note_modules(args.router);
+    sorted_by_slot += args.route.row_slot != nullptr ? 1 : 0;
   };
-  table.moe_route = [](const MoeRouteArgs& args, Stream&) { sorted_by_slot += args.row_slot != nullptr ? 1 : 0; };
   table.moe_gate_up = [](const MoeGateUpArgs& args, Stream&) { experts_told += args.lora != nullptr ? 1 : 0; };
   table.moe_down = [](const MoeDownArgs& args, Stream&) { experts_told += args.lora != nullptr ? 1 : 0; };
   return table;
