@@ -148,19 +148,20 @@ DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   return shrink;
 }
 
-// Whether the op is a shrink and one product of few rows.
-bool is_few_rows(const LinearArgs& args, const DenseShrinkArgs& shrink) {
-  bool all = shrink.num_modules > 0 && args.num_rows <= SKINNY_ROWS_ALONE;
+bool has_bf16_weights(const LinearArgs& args) {
+  bool all = true;
   for (int i = 0; i < args.num_parts; ++i) {
     all = all && args.parts[i].weight.dtype != Dtype::kF32;
   }
   return all;
 }
 
-// The whole of such an op by a path that says how. False: nothing was launched.
+// The whole of an op that is a shrink and one product of few rows, by a path that says how. False: nothing was
+// launched.
 bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, DenseShrinkArgs& shrink,
                      Stream& stream) {
-  if (path == LinearPath::kAuto || !is_few_rows(args, shrink)) {
+  const bool few = shrink.num_modules > 0 && args.num_rows <= SKINNY_ROWS_ALONE && has_bf16_weights(args);
+  if ((path != LinearPath::kShrinkBeside && path != LinearPath::kShrinkFirst) || !few) {
     return false;
   }
   Launch all(common);
@@ -191,13 +192,22 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
   linear_epilogue::launch(epilogue, state);
 }
 
-// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
-void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
-  const int rows = launch.params.num_rows;
+// Whether products of `rows` rows are streamed where the GPU can.
+bool is_streamed(int rows, bool large) {
+  return !large && rows > SKINNY_ROWS_ALONE && rows <= linear::kStreamRows;
+}
+
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise. `shrink`: ran before if it has modules.
+void launch_own(Launch& launch, bool large, bool wide, DenseShrinkArgs& shrink, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  launch.after_shrink = shrink.lets_next_early;
   if (wide) {
     linear::launch_skinny<2>(launch, state);
-  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kStreamRows ||
-             !linear::launch_stream(launch, state)) {
+  } else if (!is_streamed(launch.params.num_rows, large) || !linear::launch_stream(launch, state)) {
+    if (launch.after_shrink) {  // only what is streamed can begin early: the same once more
+      shrink.lets_next_early = launch.after_shrink = false;
+      lora_shrink_dense_cuda(shrink, stream);
+    }
     linear::launch_skinny<1>(launch, state);
   }
 }
@@ -216,10 +226,12 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }
+  const bool large = tiles >= WIDE_TILES;
   if (shrink.num_modules > 0) {
+    shrink.lets_next_early = path != LinearPath::kProductWithX && is_streamed(args.num_rows, large) &&
+                             has_bf16_weights(args) && cuda_state(stream).compute_capability == 90;
     lora_shrink_dense_cuda(shrink, stream);
   }
-  const bool large = tiles >= WIDE_TILES;
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
   const CudaStream& state = cuda_state(stream);
@@ -249,7 +261,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    launch_own(skinny, large, wide, state);
+    launch_own(skinny, large, wide, shrink, stream);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);

@@ -17,6 +17,9 @@ enum class LinearPath : uint8_t {
   // At most 8 rows with adapters, else as kAuto: the product starts before the shrink has x and asks for its weights,
   // but reads x when the shrink has ended. For kAuto where that is faster and kShrinkBeside cannot be.
   kShrinkFirst = 2,
+  // 9 to 64 rows with adapters, else as kAuto: the product starts when x is there and reads it beside the shrink. In
+  // kAuto it starts before that, asks for its weights, and reads x when the shrink has ended.
+  kProductWithX = 3,
 };
 
 void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream);

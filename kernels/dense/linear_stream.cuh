@@ -515,11 +515,12 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
   cluster_wait();  // nobody reads this block's sums any more
 }
 
-// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
-// this kernel began, so that x was complete.
+// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink. after_shrink: that one lets this
+// kernel begin at once, so that its weights are under way while the kernel ahead of the shrink ends, and x is read when
+// the shrink has ended; otherwise the shrink passed its wait before this kernel began, so that x was complete.
 template <int TOKENS, int WARPGROUPS>
 __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
-    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages) {
+    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages, bool after_shrink) {
 #ifdef MOELORA_SM90A
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   extern __shared__ uint4 dynamic_shared[];
@@ -566,7 +567,7 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
     }
     multiply_stream<TOKENS, WARPGROUPS>(shared, copies.ring, stages, work.end - work.begin, acc);
   } else if (asks) {
-    if (!lora) {
+    if (!lora || after_shrink) {
       wait_for_previous();
     }
     copies.rest();
@@ -655,7 +656,8 @@ bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
   }
   const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, Tile::MAX_STAGES);
   launch_dependent_clusters(kernel, static_cast<unsigned>(tiles * size), static_cast<unsigned>(size), Tile::THREADS,
-                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
+                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages,
+                            launch.after_shrink);
   check_launch("linear, streamed");
   return true;
 }

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // lora_shrink on CUDA, by the segments of rows of one adapter. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh, a
-// panel of ranks a block. Many: kernels/lora/lora_shrink_segments.cuh, tiles of rows and ranks.
+// panel of ranks a block; of dense linears from 9 rows on, where the GPU has clusters:
+// kernels/lora/lora_shrink_split.cuh, K split over the blocks of one. Many: kernels/lora/lora_shrink_segments.cuh,
+// tiles of rows and ranks.
 #include "kernels/lora/lora_shrink_cuda.h"
 
 #include <cuda_bf16.h>
@@ -13,12 +15,14 @@
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/lora/lora_shrink_rows.cuh"
 #include "kernels/lora/lora_shrink_segments.cuh"
+#include "kernels/lora/lora_shrink_split.cuh"
 
 namespace moelora {
 namespace {
 
 // Up to here a block takes a panel of ranks.
 constexpr int64_t FEW_ROWS = 64;
+constexpr int64_t FEW_ROWS_WHOLE = 8;  // of which a block takes all of K
 constexpr int64_t FEW_PAIRS = 1024;
 // Up to so many positions an expert their segments are taken in smaller tiles.
 constexpr int64_t MEDIUM_EXPERT = 256;
@@ -55,10 +59,25 @@ Params common_params(const Args& args) {
   return p;
 }
 
+// False: nothing was launched.
+bool launch_split(const DenseShrinkArgs& args, const CudaStream& state) {
+  static_assert(FEW_ROWS <= shrink_split::kMaxRows);
+  auto p = common_params<shrink_split::Params>(args);
+  p.segment_begin = args.lora->segment_begin;
+  p.segment_slot = args.lora->segment_slot;
+  p.counts = args.lora->counts;
+  p.max_segments = args.num_rows;
+  p.rows = args.lora->sorted_rows;
+  return args.lets_next_early ? shrink_split::launch<true>(p, state) : shrink_split::launch<false>(p, state);
+}
+
 }  // namespace
 
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   if (args.num_rows == 0 || args.num_modules == 0) {
+    return;
+  }
+  if (args.num_rows > FEW_ROWS_WHOLE && args.num_rows <= FEW_ROWS && launch_split(args, cuda_state(stream))) {
     return;
   }
   if (args.num_rows <= FEW_ROWS) {

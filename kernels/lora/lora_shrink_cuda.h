@@ -4,7 +4,7 @@
 //
 //   out[i, m, r] = row_scale[t] * record.scale * sum_k A_m[r, k] x[row, k]
 // fp32, r < rank rounded up to 8 (zeros beyond the rank); for pairs or rows of slot 0, and for modules that the adapter
-// does not have, nothing is written. bf16 streams only. Each value is computed by one block in an order fixed by K.
+// does not have, nothing is written. bf16 streams only. Each value is summed in an order fixed by K and the way taken.
 #pragma once
 
 #include "kernels/base/stream.h"

@@ -309,6 +309,11 @@ TEST_CASE("linear_cuda of 9 to 64 rows, few and many outputs, K cut into any num
     const auto mixed = lora.run(slots, scales);
     check_values(lora.linear, mixed, &lora.adapters);
     CHECK(mixed == lora.run(slots, scales));
+    lora.linear.path = LinearPath::kProductWithX;
+    CHECK(mixed == lora.run(slots, scales));
+    lora.linear.path = LinearPath::kAuto;
+    lora.linear.repeats = lora.linear.accumulate ? 1 : 4;
+    CHECK(mixed == lora.run(slots, scales));
     const std::vector<int32_t> kept = slots;
     for (size_t t = 0; t < slots.size(); t += 2) {
       slots[t] = (slots[t] + 1) % static_cast<int32_t>(ranks.size() + 1);
