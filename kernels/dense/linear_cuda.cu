@@ -229,7 +229,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   const bool large = tiles >= WIDE_TILES;
   if (shrink.num_modules > 0) {
     shrink.lets_next_early = path != LinearPath::kProductWithX && is_streamed(args.num_rows, large) &&
-                             has_bf16_weights(args) && cuda_state(stream).compute_capability == 90;
+                             has_bf16_weights(args) && linear::can_stream(cuda_state(stream));
     lora_shrink_dense_cuda(shrink, stream);
   }
   const bool wide = large && common.num_modules == 0;
