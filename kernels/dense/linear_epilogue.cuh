@@ -27,7 +27,11 @@ namespace moelora::linear_epilogue {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocksPerSm = 3;  // of more registers a thread
+#else
 constexpr int kBlocksPerSm = 4;
+#endif
 constexpr int kRows = 16;         // of a warp
 constexpr int kStepOutputs = 32;  // whose deltas are computed together
 constexpr int kGroups = 8;        // of outputs that wait in shared memory, 16 bytes a lane and row

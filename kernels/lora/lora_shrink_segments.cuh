@@ -471,6 +471,13 @@ inline int shared_limit() {
   return bytes - kStatic;
 }
 
+// Whether the code of `kernel` that would run here knows clusters: it may be compiled for older architectures.
+template <class Kernel>
+bool has_clusters(Kernel kernel) {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= 90;
+}
+
 // At most `positions` segments, probably about `tiles` tiles: no more blocks than there can be items, nor than run at
 // once, and clusters where that leaves room for them.
 template <class Tiles>
@@ -478,8 +485,9 @@ void launch(const Params& p, int64_t positions, int64_t tiles, int limit, const 
   const int64_t passes = (p.rank_stride / kTileRanks * p.num_modules + Tiles::kPanels - 1) / Tiles::kPanels;
   const int64_t items = (positions / kRows + positions) * std::max<int64_t>(passes, 1);
   const int64_t room = int64_t{Tiles::kBlocksPerSm} * state.num_sms;
+  static const bool clusters = has_clusters(lora_shrink<Tiles>);
   int cluster = 1;
-  while (state.compute_capability >= 90 && cluster < kMaxCluster && 2 * cluster * tiles <= room) {
+  while (clusters && state.compute_capability >= 90 && cluster < kMaxCluster && 2 * cluster * tiles <= room) {
     cluster *= 2;
   }
   check_cuda(cudaFuncSetAttribute(lora_shrink<Tiles>, cudaFuncAttributeMaxDynamicSharedMemorySize, limit),
