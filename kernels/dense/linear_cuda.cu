@@ -2,14 +2,13 @@
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
 // otherwise as up to 8; each one launch for all parts. One row's shrink is in the same launch
-// (kernels/dense/linear_beside.cuh). A very wide part (lm_head) stays with the former up to 32 rows.
-// More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
-// and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
-// the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
-// adapters never matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not
-// multiplied by zero where it has none.
-// H200, us: 64 rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1 row of the latter q k v
-// 12.2, o 9.3.
+// (kernels/dense/linear_beside.cuh). What is streamed begins before the shrink has x, so that its weights are under
+// way. A very wide part (lm_head) stays with the former up to 32 rows. More rows: cuBLASLt per part, with the bias if
+// it takes it, then one launch adds LoRA to the rows that have adapters, and a bias that is left. A bf16 output is then
+// rounded before they are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums
+// over K are ordered by the shape of the op; whether a batch has adapters never matters. A row takes nothing from the
+// adapters of others: a delta is added where the row has one, not multiplied by zero where it has none. H200, us: 64
+// rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1 row of the latter q k v 12.2, o 9.3.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -152,20 +151,19 @@ DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   return shrink;
 }
 
-// Whether the op is a shrink and one product of few rows.
-bool is_few_rows(const LinearArgs& args, const DenseShrinkArgs& shrink) {
-  bool all = shrink.num_modules > 0 && args.num_rows <= SKINNY_ROWS_ALONE;
+bool has_bf16_weights(const LinearArgs& args) {
+  bool all = true;
   for (int i = 0; i < args.num_parts; ++i) {
     all = all && args.parts[i].weight.dtype != Dtype::kF32;
   }
   return all;
 }
 
-// The whole of such an op in one launch. False: nothing was launched.
+// The whole of an op of few rows in one launch. False: nothing was launched.
 bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
                      Stream& stream) {
   const bool wanted = path == LinearPath::kShrinkBeside || (path == LinearPath::kAuto && args.num_rows <= BESIDE_ROWS);
-  if (!wanted || !is_few_rows(args, shrink)) {
+  if (!wanted || shrink.num_modules == 0 || args.num_rows > SKINNY_ROWS_ALONE || !has_bf16_weights(args)) {
     return false;
   }
   Launch all(common);
@@ -188,13 +186,22 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
   linear_epilogue::launch(epilogue, state);
 }
 
-// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
-void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
-  const int rows = launch.params.num_rows;
+// Whether products of `rows` rows are streamed where the GPU can.
+bool is_streamed(int rows, bool large) {
+  return !large && rows > SKINNY_ROWS_ALONE && rows <= linear::kStreamRows;
+}
+
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise. `shrink`: ran before if it has modules.
+void launch_own(Launch& launch, bool large, bool wide, DenseShrinkArgs& shrink, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  launch.after_shrink = shrink.lets_next_early;
   if (wide) {
     linear::launch_skinny<2>(launch, state);
-  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kStreamRows ||
-             !linear::launch_stream(launch, state)) {
+  } else if (!is_streamed(launch.params.num_rows, large) || !linear::launch_stream(launch, state)) {
+    if (launch.after_shrink) {  // only what is streamed can begin early: the same once more
+      shrink.lets_next_early = launch.after_shrink = false;
+      lora_shrink_dense_cuda(shrink, stream);
+    }
     linear::launch_skinny<1>(launch, state);
   }
 }
@@ -209,14 +216,16 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  const DenseShrinkArgs shrink = prepare_lora(args, common);
+  DenseShrinkArgs shrink = prepare_lora(args, common);
   if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }
+  const bool large = tiles >= WIDE_TILES;
   if (shrink.num_modules > 0) {
+    shrink.lets_next_early = path != LinearPath::kProductWithX && is_streamed(args.num_rows, large) &&
+                             has_bf16_weights(args) && linear::can_stream(cuda_state(stream));
     lora_shrink_dense_cuda(shrink, stream);
   }
-  const bool large = tiles >= WIDE_TILES;
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
   const CudaStream& state = cuda_state(stream);
@@ -246,7 +255,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    launch_own(skinny, large, wide, state);
+    launch_own(skinny, large, wide, shrink, stream);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);
