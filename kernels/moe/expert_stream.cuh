@@ -1,46 +1,65 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on, where there are several tokens an expert: a
 // stream of weights with a little arithmetic beside it. One block an SM takes a contiguous share of all (active expert,
-// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, one a warp, over
-// all of k, so that no sums have to meet; up to 32 of the expert's tokens pass with them, so that a weight is expanded
-// once for all. Weights and tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by
-// four warps with bulk copies, which run ahead across tiles and experts. A token's bits do not depend on what else is
-// in the batch. Limited by the latency of four warps a scheduler, about 95 instructions a row tile and block each.
-// Tried (gate_up of gpt-oss shape, 64 rows, 21 experts; this 96 us, expert_decode.cuh 104): the products by wgmma,
-// weights in registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row
-// tiles, whatever the experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in
-// expert_few.cuh (16 warps; a step of six layers 1,757 us, this 1,721; with 8 adapters 2,427, this 2,437). Fewer tokens
-// an expert are faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked
-// for before the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were
-// wrong at times; why was not found out.
+// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, a round, as
+// strips of two; up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all. Weights and
+// tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four warps with bulk
+// copies, which run ahead across rounds and experts. Two warps share a strip and take every other stage each; their
+// sums meet at the end of the round, where each finishes one of the two row tiles. What a warp loads of the tokens
+// serves both tiles of its strip, and of a whole stage nothing branches: that is what it takes fewer instructions and
+// less of the shared memory's bandwidth by than with one row tile a warp, the kernel before this (gate_up of gpt-oss
+// shape, 64 rows, 21 experts: 96 us). Instructions of the warps that multiply, a row tile and block: 63 of up to 8
+// tokens, 68 of up to 16, 80 of up to 32; before 80, 87 and 100. A token's bits do not depend on what else is in the
+// batch.
+// Tried beside the kernel before this (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in registers,
+// 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row tiles, whatever the
+// experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in expert_few.cuh (16 warps;
+// a step of six layers 1,757 us, that one 1,721; with 8 adapters 2,427, that one 2,437). Fewer tokens an expert are
+// faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked for before
+// the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were wrong at
+// times; why was not found out.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/cuda/mbarrier.cuh"
+#include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_decode.cuh"
 
 namespace moelora {
 namespace stream {
 
-constexpr int kTiles = 16;  // at once, one a warp
-constexpr int kMultiplyThreads = 32 * kTiles;
-// Warps that fill, each by single lanes: two for the weights, two for the tokens.
-constexpr int kTokenWarps = 2;
-constexpr int kFillWarps = 2 + kTokenWarps;
-constexpr int kThreads = kMultiplyThreads + 32 * kFillWarps;
+constexpr int kWarpTiles = 2;  // row tiles of a warp: what it loads of the tokens serves both
+constexpr int kStrips = 8;     // of kWarpTiles row tiles, at once
+constexpr int kTiles = kStrips * kWarpTiles;
+constexpr int kTurns = 2;  // warps of a strip: stages of the ring are theirs in turn
+constexpr int kMultiplyWarps = kStrips * kTurns;
+// Warps that fill: each every kFillWarps-th row tile and token, a copy a lane.
+constexpr int kFillWarps = 4;
+constexpr int kThreads = 32 * (kMultiplyWarps + kFillWarps);
+
+// Of a thread. Together no more than all threads begin with.
+constexpr int kMultiplyRegisters = 112;
+constexpr int kFillRegisters = 32;
 
 constexpr int kStageBlocks = 4;  // as many share a group of scales
+constexpr int kStageInputs = kStageBlocks * 64;
 constexpr int kMaxTokens = 32;
 constexpr int kTileStageBytes = kStageBlocks * kMxfp4TileBytes;
-constexpr int kTokenBytes = kStageBlocks * 128;
+constexpr int kTokenBytes = kStageInputs * 2;
 // Of a token in a stage: lanes of two tokens that load together fall into different banks.
 constexpr int kTokenStride = kTokenBytes + 64;
 constexpr int kScalesBegin = kTiles * kTileStageBytes;
 constexpr int kTokensBegin = kScalesBegin + kTiles * kMxfp4ScaleGroupBytes;
 constexpr int kStageBytes = kTokensBegin + kMaxTokens * kTokenStride;
 constexpr int kStages = 4;
-constexpr int kSharedBytes = kStages * kStageBytes;
+
+// Sums that the warps of a strip give each other, of up to kGroups groups of 8 tokens.
+struct Exchange {
+  static constexpr int kGroups = 2;
+  float4 to[kStrips][kTurns][kGroups][32];
+};
+constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Exchange));
 
 struct Shared {
   uint64_t full[kStages];
@@ -48,11 +67,12 @@ struct Shared {
   int share[2];  // row tiles of all active experts, one after the other: the first of this block, and of the next
 };
 
-// What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs.
+// What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs, those that fill
+// included.
 __device__ __forceinline__ int tile_cost(int tokens) {
-  constexpr int kAll = 97;
+  constexpr int kAll = 98;
   const int rest = tokens % kMaxTokens;
-  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 72 : rest <= 16 ? 80 : kAll);
+  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 78 : rest <= 16 ? 84 : kAll);
 }
 // Cuts the row tiles of all active experts into shares of about equal cost. By one warp.
 __device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) {
@@ -91,7 +111,10 @@ __device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) 
   }
 }
 
-using Place = RingPlace<kStages>;
+// Stages of a round.
+__device__ __forceinline__ int stages_of(const ExpertGemm& p) {
+  return (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
+}
 
 // The share of this block, group by group: up to kTiles row tiles of one expert, and up to kMaxTokens of its tokens.
 struct Walk {
@@ -125,7 +148,8 @@ struct Walk {
     tile = item % p.row_tiles;
     const int rest = min(items_end - item, p.row_tiles - tile);
     const int rounds = (rest + kTiles - 1) / kTiles;
-    count = (rest + rounds - 1) / rounds;  // rounds of about equal size
+    // Rounds of about equal size, of whole strips but for the last one.
+    count = min(((rest + rounds - 1) / rounds + kWarpTiles - 1) / kWarpTiles * kWarpTiles, rest);
     pair = __ldg(p.order.expert_begin + expert);
     end = __ldg(p.order.expert_begin + expert + 1);
   }
@@ -133,54 +157,66 @@ struct Walk {
 
 // --- The warps that fill.
 
-// Data (or scales) of the row tiles, by one thread: a copy takes it about 16 instructions, one after the other.
-template <bool DATA>
-__device__ __forceinline__ void fill_weights(const ExpertGemm& p, Shared& shared, std::byte* stages) {
-  Place at;
-  const int scale_groups = (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
-  const int64_t stride = DATA ? int64_t{p.k_blocks} * kMxfp4TileBytes : int64_t{scale_groups} * kMxfp4ScaleGroupBytes;
-  constexpr int kBytes = DATA ? kTileStageBytes : kMxfp4ScaleGroupBytes;
-  for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
-    const auto* from = static_cast<const std::byte*>(DATA ? p.low[walk.expert] : p.scales[walk.expert]);
-    from += walk.tile * stride;
-    for (int s = 0; s < scale_groups; ++s) {
-      const auto bytes = static_cast<uint32_t>(DATA ? min(kStageBlocks, p.k_blocks - s * kStageBlocks) * kMxfp4TileBytes
-                                                    : kMxfp4ScaleGroupBytes);
-      std::byte* const to = stages + at.stage * kStageBytes + (DATA ? 0 : kScalesBegin);
-      uint64_t* const full = &shared.full[at.stage];
-      mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
-      mbarrier_arrive_expect(full, static_cast<uint32_t>(walk.count) * bytes);
-#pragma unroll 4
-      for (int i = 0; i < walk.count; ++i) {
-        bulk_copy(to + i * kBytes, from + i * stride, bytes, full);
+// What a lane copies of every stage of a round.
+struct Part {
+  const std::byte* from = nullptr;  // null: nothing
+  int to = 0;                       // in a stage
+  uint32_t bytes = 0;
+  uint32_t last_bytes = 0;  // of the last stage
+};
+__device__ __forceinline__ Part part_of(const ExpertGemm& p, const Walk& walk, int warp) {
+  constexpr int kWarpTileCopies = (kTiles + kFillWarps - 1) / kFillWarps;
+  constexpr int kWarpTokens = (kMaxTokens + kFillWarps - 1) / kFillWarps;
+  static_assert(2 * kWarpTileCopies + kWarpTokens <= 32);
+  const int full_stages = stages_of(p) - 1;
+  const int lane = lane_index();
+  Part part;
+  if (lane < 2 * kWarpTileCopies) {
+    const int i = lane % kWarpTileCopies * kFillWarps + warp;
+    if (i < walk.count) {
+      const int64_t tile = walk.tile + i;
+      if (lane < kWarpTileCopies) {
+        part.from = static_cast<const std::byte*>(p.low[walk.expert]) + tile * p.k_blocks * kMxfp4TileBytes;
+        part.to = i * kTileStageBytes;
+        part.bytes = kTileStageBytes;
+        part.last_bytes = static_cast<uint32_t>((p.k_blocks - full_stages * kStageBlocks) * kMxfp4TileBytes);
+      } else {
+        part.from =
+            reinterpret_cast<const std::byte*>(p.scales[walk.expert]) + tile * stages_of(p) * kMxfp4ScaleGroupBytes;
+        part.to = kScalesBegin + i * kMxfp4ScaleGroupBytes;
+        part.bytes = kMxfp4ScaleGroupBytes;
+        part.last_bytes = kMxfp4ScaleGroupBytes;
       }
-      from += kBytes;
-      at.advance();
+    }
+  } else {
+    const int token = (lane - 2 * kWarpTileCopies) * kFillWarps + warp;
+    if (token < walk.tokens()) {
+      part.from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + token));
+      part.to = kTokensBegin + token * kTokenStride;
+      part.bytes = kTokenBytes;
+      part.last_bytes = static_cast<uint32_t>((p.k - full_stages * kStageInputs) * 2);
     }
   }
+  return part;
 }
 
-// Every kTokenWarps-th token, by a lane each.
-__device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
-  Place at;
-  const int token = lane_index();
+__device__ __forceinline__ void fill(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
+  RingPlace<kStages> at;
   for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
-    const int tokens = walk.tokens();
-    const bool own = token < tokens && token % kTokenWarps == warp;
-    const int copies = (tokens + kTokenWarps - 1 - warp) / kTokenWarps;
-    const auto* from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + min(token, tokens - 1)));
-    for (int left = p.k * 2; left > 0; left -= kTokenBytes) {
-      const auto bytes = static_cast<uint32_t>(min(left, kTokenBytes));
+    Part part = part_of(p, walk, warp);
+    const uint32_t all_bytes = __reduce_add_sync(0xffffffffu, part.bytes);
+    const uint32_t all_last_bytes = __reduce_add_sync(0xffffffffu, part.last_bytes);
+    for (int left = stages_of(p); left > 0; --left) {
       uint64_t* const full = &shared.full[at.stage];
       mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
       if (lane_index() == 0) {
-        mbarrier_arrive_expect(full, static_cast<uint32_t>(copies) * bytes);
+        mbarrier_arrive_expect(full, left > 1 ? all_bytes : all_last_bytes);
       }
       __syncwarp();
-      if (own) {
-        bulk_copy(stages + at.stage * kStageBytes + kTokensBegin + token * kTokenStride, from, bytes, full);
+      if (part.from != nullptr) {
+        bulk_copy(stages + at.stage * kStageBytes + part.to, part.from, left > 1 ? part.bytes : part.last_bytes, full);
+        part.from += part.bytes;
       }
-      from += kTokenBytes;
       at.advance();
     }
   }
@@ -218,102 +254,161 @@ struct Multiplier {
   const ExpertGemm& p;
   Shared& shared;
   const std::byte* stages;
-  Place at;
-  bool waited = false;  // for the deltas
-
-  __device__ __forceinline__ void leave() {
-    __syncwarp();
-    if (lane_index() == 0) {
-      mbarrier_arrive(&shared.empty[at.stage]);
-    }
-    at.advance();
-  }
+  Exchange& exchange;
+  int strip = warp_index() % kStrips;
+  int turn = warp_index() / kStrips;
+  uint32_t begun = 0;  // stages before this round
 
   // acc += one block: this lane's words and scales, and its chunks of the tokens' inputs, `second` bytes apart.
   template <int NT>
-  __device__ __forceinline__ void multiply_block(float (&acc)[NT][4], const uint4& words, uint32_t scale,
-                                                 const std::byte* tokens, int first, int second) const {
-    const TilesSource<true>::Block block{words, scale};
+  static __device__ __forceinline__ void multiply_block(float (&acc)[kWarpTiles][NT][4],
+                                                        const TilesSource<true>::Block (&blocks)[kWarpTiles],
+                                                        const std::byte* tokens, int first, int second) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      uint4 low;
-      uint4 high;
-      TilesSource<true>::chunk(block, c, low, high);
+      uint4 low[kWarpTiles];
+      uint4 high[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        TilesSource<true>::chunk(blocks[i], c, low[i], high[i]);
+      }
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const uint4 x = *reinterpret_cast<const uint4*>(tokens + 8 * j * kTokenStride + (c == 0 ? first : second));
-        mma_chunk(acc[j], low, high, x);
+#pragma unroll
+        for (int i = 0; i < kWarpTiles; ++i) {
+          mma_chunk(acc[i][j], low[i], high[i], x);
+        }
       }
     }
+  }
+  // acc += a whole stage. Nothing in it branches, so that blocks overlap.
+  template <int NT>
+  __device__ __forceinline__ void multiply_stage(float (&acc)[kWarpTiles][NT][4], const std::byte* stage) const {
+    const std::byte* const data = stage + strip * kWarpTiles * kTileStageBytes + lane_index() * 16;
+    const std::byte* const tokens = stage + kTokensBegin + lane_index() / 4 * kTokenStride + lane_index() % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < kStageBlocks; ++j) {
+      TilesSource<true>::Block blocks[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        blocks[i].data = *reinterpret_cast<const uint4*>(data + i * kTileStageBytes + j * kMxfp4TileBytes);
+        blocks[i].scales = *reinterpret_cast<const uint32_t*>(scales(stage, i) + 4 * j);
+      }
+      multiply_block<NT>(acc, blocks, tokens + j * 128, 0, 64);
+    }
+  }
+  // acc += the last stage, of `inputs` inputs. Chunks past the end of k, whose weights are zeros, repeat the last one:
+  // what lies there may be no number.
+  template <int NT>
+  __device__ __forceinline__ void multiply_rest(float (&acc)[kWarpTiles][NT][4], const std::byte* stage,
+                                                int inputs) const {
+    const int t = lane_index() % 4;
+    const std::byte* data = stage + strip * kWarpTiles * kTileStageBytes + lane_index() * 16;
+    const std::byte* tokens = stage + kTokensBegin + lane_index() / 4 * kTokenStride;
+#pragma unroll 1
+    for (int j = 0; 64 * j < inputs; ++j) {
+      TilesSource<true>::Block blocks[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        blocks[i].data = *reinterpret_cast<const uint4*>(data + i * kTileStageBytes);
+        blocks[i].scales = *reinterpret_cast<const uint32_t*>(scales(stage, i) + 4 * j);
+      }
+      const int end = min((inputs - 1 - 64 * j) / 8, 7);
+      multiply_block<NT>(acc, blocks, tokens, 16 * min(t, end), 16 * min(4 + t, end));
+      data += kMxfp4TileBytes;
+      tokens += 128;
+    }
+  }
+  // This lane's of a row tile of the strip.
+  [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const std::byte* stage, int i) const {
+    return stage + kScalesBegin + (strip * kWarpTiles + i) * kMxfp4ScaleGroupBytes + lane_index() / 4 * 16;
   }
 
-  // acc += all of k.
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4]) {
-    const int t = lane_index() % 4;
-    const std::byte* const data = stages + warp_index() * kTileStageBytes + lane_index() * 16;
-    const std::byte* const scales =
-        stages + kScalesBegin + warp_index() * kMxfp4ScaleGroupBytes + lane_index() / 4 * 16;
-    const std::byte* const tokens = stages + kTokensBegin + lane_index() / 4 * kTokenStride;
-    // Chunks past the end of k, whose weights are zeros, repeat the last one: what lies there may be no number.
-    const int last_chunk = (p.k - 1) / 8 % 8;
-    for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      mbarrier_wait(&shared.full[at.stage], at.parity);
-      const int stage = at.stage * kStageBytes;
-      const uint4 scale = *reinterpret_cast<const uint4*>(scales + stage);
-#pragma unroll
-      for (int j = 0; j < kStageBlocks; ++j) {
-        if (j >= left) {
-          break;
-        }
-        const uint4 words = *reinterpret_cast<const uint4*>(data + stage + j * kMxfp4TileBytes);
-        const int end = j + 1 == left ? last_chunk : 7;
-        multiply_block<NT>(acc, words,
-                           j == 0   ? scale.x
-                           : j == 1 ? scale.y
-                           : j == 2 ? scale.z
-                                    : scale.w,
-                           tokens + stage + j * 128, 16 * min(t, end), 16 * min(4 + t, end));
+  // use(stage, inputs) for every stage of this warp's, when it is there. Afterwards it may be filled again. A place of
+  // the ring is always the same warps': others could take its last use for the one that they wait for. Which half of a
+  // round's stages a warp has may change with the round; their sum does not.
+  template <class Use>
+  __device__ __forceinline__ void each_stage(const Use& use) {
+    static_assert(kStages % kTurns == 0 && kTurns == 2);
+    const int count = stages_of(p);
+    for (int s = static_cast<int>((begun + static_cast<uint32_t>(turn)) % kTurns); s < count; s += kTurns) {
+      const uint32_t at = begun + static_cast<uint32_t>(s);
+      const uint32_t place = at % kStages;
+      mbarrier_wait(&shared.full[place], at / kStages % 2);
+      use(stages + place * kStageBytes, p.k - s * kStageInputs);
+      __syncwarp();
+      if (lane_index() == 0) {
+        mbarrier_arrive(&shared.empty[place]);
       }
-      leave();
     }
+    begun += static_cast<uint32_t>(count);
   }
-  // What a warp without a row tile does in the meantime.
-  __device__ __forceinline__ void skip() {
-    for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      mbarrier_wait(&shared.full[at.stage], at.parity);
-      leave();
+
+  // sum = what both warps of the strip have of row tile `turn` of it. Both call it.
+  template <int NT>
+  __device__ __forceinline__ void meet(float (&sum)[NT][4], const float (&acc)[kWarpTiles][NT][4]) {
+    static_assert(kTurns == 2 && kWarpTiles == 2);
+    constexpr int kAtOnce = NT < Exchange::kGroups ? NT : Exchange::kGroups;
+#pragma unroll
+    for (int first = 0; first < NT; first += kAtOnce) {
+      barrier_sync(1 + strip, 32 * kTurns);  // what was there before has been read
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float(&mine)[4] = acc[0][first + j];
+        const float(&other)[4] = acc[1][first + j];
+        exchange.to[strip][1 - turn][j][lane_index()] =
+            make_float4(turn == 0 ? other[0] : mine[0], turn == 0 ? other[1] : mine[1], turn == 0 ? other[2] : mine[2],
+                        turn == 0 ? other[3] : mine[3]);
+      }
+      barrier_sync(1 + strip, 32 * kTurns);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float4 part = exchange.to[strip][turn][j][lane_index()];
+        const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[first + j][i] = (turn == 0 ? acc[0][first + j][i] : acc[1][first + j][i]) + parts[i];
+        }
+      }
     }
   }
 
   template <bool GATE_UP, Deltas DELTAS, int NT>
   __device__ __forceinline__ void run(const Walk& walk) {
-    if (warp_index() >= walk.count) {
-      return skip();
+    if (kWarpTiles * strip >= walk.count) {
+      // A warp without a row tile says that it has read what it waited for.
+      return each_stage([](const std::byte*, int) {});
     }
-    const int tile = walk.tile + warp_index();
+    const int own = kWarpTiles * strip + turn;  // the row tile that it finishes
+    const int tile = walk.tile + own;
     const float2 bias = tile_bias<GATE_UP>(p, walk.expert, tile);
-    // Registers are short for more: then they are loaded where they are added.
-    const bool ahead = DELTAS == Deltas::kAll && NT <= 2 && waited;
+    float acc[kWarpTiles][NT][4] = {};
+    each_stage([&](const std::byte* stage, int inputs) {
+      if (inputs >= kStageInputs) {
+        multiply_stage<NT>(acc, stage);
+      } else {
+        multiply_rest<NT>(acc, stage, inputs);
+      }
+    });
     float delta[NT][4];
-    if (ahead) {
-      load_deltas<GATE_UP, NT>(delta, p, walk, tile);
-    }
-    float acc[NT][4] = {};
-    multiply<NT>(acc);
     if (DELTAS != Deltas::kNone) {
       wait_for_previous();  // the deltas are there
-      waited = true;
     }
     if (DELTAS == Deltas::kAll) {
-      if (!ahead) {
-        load_deltas<GATE_UP, NT>(delta, p, walk, tile);
-      }
+      load_deltas<GATE_UP, NT>(delta, p, walk, tile);  // on their way while the warps meet
+    }
+    float sum[NT][4];
+    meet<NT>(sum, acc);
+    if (own >= walk.count) {
+      return;
+    }
+    if (DELTAS == Deltas::kAll) {
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          acc[j][i] += delta[j][i];
+          sum[j][i] += delta[j][i];
         }
       }
     }
@@ -322,9 +417,9 @@ struct Multiplier {
       const int pair = walk.pair + 8 * j;
       if (pair < walk.end) {
         if (DELTAS == Deltas::kMarked) {
-          add_deltas<GATE_UP>(acc[j], p, tile, pair, walk.end);
+          add_deltas<GATE_UP>(sum[j], p, tile, pair, walk.end);
         }
-        finish_tile<GATE_UP>(acc[j], p, bias, tile, pair, walk.end);
+        finish_tile<GATE_UP>(sum[j], p, bias, tile, pair, walk.end);
       }
     }
   }
@@ -353,7 +448,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], kFillWarps);
-      mbarrier_init(&shared.empty[i], kTiles);
+      mbarrier_init(&shared.empty[i], kStrips);
     }
     publish_barriers();
   }
@@ -365,17 +460,13 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
     find_share(p, shared);
   }
   __syncthreads();
-  const int fill_warp = warp_index() - kTiles;
-  if (fill_warp < 0) {
-    Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, DELTAS>();
-  } else if (fill_warp < kTokenWarps) {
-    fill_tokens(p, shared, stages, fill_warp);
-  } else if (lane_index() == 0) {
-    if (fill_warp == kTokenWarps) {
-      fill_weights<true>(p, shared, stages);
-    } else {
-      fill_weights<false>(p, shared, stages);
-    }
+  if (warp_index() < kMultiplyWarps) {
+    take_registers<kMultiplyRegisters>();
+    auto& exchange = *reinterpret_cast<Exchange*>(stages + kStages * kStageBytes);
+    Multiplier{p, shared, stages, exchange}.template run_all<GATE_UP, DELTAS>();
+  } else {
+    give_registers<kFillRegisters>();
+    fill(p, shared, stages, warp_index() - kMultiplyWarps);
   }
   wait_for_previous();  // in every block: its end must mean that all before it has ended
 #endif
