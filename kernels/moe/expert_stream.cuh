@@ -64,7 +64,7 @@ constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Exc
 struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  int share[2];  // row tiles of all active experts, one after the other: the first of this block, and of the next
+  int share[2];  // row tiles of all experts, one after the other: the first of this block, and of the next
 };
 
 // What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs, those that fill
@@ -74,25 +74,25 @@ __device__ __forceinline__ int tile_cost(int tokens) {
   const int rest = tokens % kMaxTokens;
   return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 78 : rest <= 16 ? 84 : kAll);
 }
-// Cuts the row tiles of all active experts into shares of about equal cost. By one warp.
-__device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) {
-  const int active = __ldg(p.order.num_active);
-  const auto cost_of = [&](int index) {
-    const int expert = __ldg(p.order.active_experts + index);
-    return tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
+// Cuts the row tiles of all active experts into shares of about equal cost. By one warp, from nothing but the pairs'
+// begins: lists of active experts would be loads that wait for each other.
+__device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts, Shared& shared) {
+  const auto cost_of = [&](int expert) {
+    return expert >= num_experts
+               ? 0
+               : tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
   };
   int total = 0;
-  for (int first = 0; first < active; first += 32) {
-    const int index = first + lane_index();
-    total += __reduce_add_sync(0xffffffffu, index < active ? cost_of(index) : 0);
+  for (int first = 0; first < num_experts; first += 32) {
+    total += __reduce_add_sync(0xffffffffu, cost_of(first + lane_index()));
   }
   // Both ends, in cost of row tiles.
   const int64_t all = int64_t{total} * p.row_tiles;
   const int64_t ends[2] = {all * blockIdx.x / gridDim.x, all * (blockIdx.x + 1) / gridDim.x};
   int64_t before = 0;
-  for (int first = 0; first < active; first += 32) {
-    const int index = first + lane_index();
-    const int cost = index < active ? cost_of(index) : 0;
+  for (int first = 0; first < num_experts; first += 32) {
+    const int expert = first + lane_index();
+    const int cost = cost_of(expert);
     int sum = cost;  // inclusive scan
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
@@ -103,11 +103,25 @@ __device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) 
     const int64_t end = before + int64_t{sum} * p.row_tiles;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (index < active && begin <= ends[i] && (ends[i] < end || (index + 1 == active && ends[i] == end))) {
-        shared.share[i] = index * p.row_tiles + static_cast<int>((ends[i] - begin + cost - 1) / cost);
+      if (cost != 0 && begin <= ends[i] && (ends[i] < end || (ends[i] == end && end == all))) {
+        shared.share[i] = expert * p.row_tiles + static_cast<int>((ends[i] - begin + cost - 1) / cost);
       }
     }
     before += int64_t{__shfl_sync(0xffffffffu, sum, 31)} * p.row_tiles;
+  }
+}
+// Brings what filling looks up first into the L1, by the warps that have nothing else to do then: before the wait for
+// the kernel ahead what no kernel writes, after it the rest.
+template <class T>
+__device__ __forceinline__ void touch(const T* from, int count) {
+  constexpr int kBusy = 64;  // find_share, and the barriers' inits
+  const int thread = static_cast<int>(threadIdx.x) - kBusy;
+  for (int i = thread; thread >= 0 && i < count; i += kThreads - kBusy) {
+    if constexpr (sizeof(T) == 8) {
+      asm volatile("" ::"l"(__ldg(reinterpret_cast<const long long*>(from) + i)));
+    } else {
+      asm volatile("" ::"r"(__ldg(from + i)));
+    }
   }
 }
 
@@ -141,17 +155,22 @@ struct Walk {
     }
   }
   __device__ __forceinline__ void locate(const ExpertGemm& p) {
+    for (; !ended(); item = (expert + 1) * p.row_tiles) {
+      expert = item / p.row_tiles;
+      pair = __ldg(p.order.expert_begin + expert);
+      end = __ldg(p.order.expert_begin + expert + 1);
+      if (pair < end) {
+        break;
+      }
+    }
     if (ended()) {
       return;
     }
-    expert = __ldg(p.order.active_experts + item / p.row_tiles);
     tile = item % p.row_tiles;
     const int rest = min(items_end - item, p.row_tiles - tile);
     const int rounds = (rest + kTiles - 1) / kTiles;
     // Rounds of about equal size, of whole strips but for the last one.
     count = min(((rest + rounds - 1) / rounds + kWarpTiles - 1) / kWarpTiles * kWarpTiles, rest);
-    pair = __ldg(p.order.expert_begin + expert);
-    end = __ldg(p.order.expert_begin + expert + 1);
   }
 };
 
@@ -440,7 +459,8 @@ struct Multiplier {
 
 // With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began.
 template <bool GATE_UP, Deltas DELTAS>
-__global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_constant__ ExpertGemm p) {
+__global__ void __launch_bounds__(kThreads, 1)
+    expert_stream(const __grid_constant__ ExpertGemm p, int num_experts, int num_pairs) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic_shared[];
   __shared__ Shared shared;
@@ -452,12 +472,17 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
     }
     publish_barriers();
   }
+  touch(p.low, num_experts);
+  touch(p.scales, num_experts);
   if (DELTAS == Deltas::kNone) {
     wait_for_previous();
   }
   let_next_start();
+  if (!p.x_by_pair) {
+    touch(p.order.pair_row, num_pairs);
+  }
   if (warp_index() == 1) {
-    find_share(p, shared);
+    find_share(p, num_experts, shared);
   }
   __syncthreads();
   if (warp_index() < kMultiplyWarps) {
@@ -473,7 +498,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
 }
 
 template <bool GATE_UP, Deltas DELTAS>
-bool launch_of(const ExpertGemm& p, const CudaStream& state) {
+bool launch_of(const ExpertGemm& p, int num_experts, int num_pairs, const CudaStream& state) {
   constexpr auto kKernel = expert_stream<GATE_UP, DELTAS>;
   static const bool has_it = has_code(kKernel);
   if (!has_it) {
@@ -483,7 +508,8 @@ bool launch_of(const ExpertGemm& p, const CudaStream& state) {
     cudaGetLastError();  // a GPU with less
     return false;
   }
-  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p);
+  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p, num_experts,
+                   num_pairs);
   return true;
 }
 
@@ -492,16 +518,17 @@ bool launch_of(const ExpertGemm& p, const CudaStream& state) {
 // False where the GPU or its code has no bulk copies, or too little shared memory: nothing was launched. `all_deltas`:
 // with adapters there is a delta for every pair and module.
 template <bool GATE_UP>
-bool launch_expert_stream(const ExpertGemm& p, bool all_deltas, const CudaStream& state) {
+bool launch_expert_stream(const ExpertGemm& p, bool all_deltas, int num_experts, int num_pairs,
+                          const CudaStream& state) {
   using stream::Deltas;
   if (state.compute_capability < 90) {
     return false;
   }
   if (p.lora.row_slot == nullptr) {
-    return stream::launch_of<GATE_UP, Deltas::kNone>(p, state);
+    return stream::launch_of<GATE_UP, Deltas::kNone>(p, num_experts, num_pairs, state);
   }
-  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, state)
-                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, state);
+  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, num_experts, num_pairs, state)
+                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, num_experts, num_pairs, state);
 }
 
 }  // namespace moelora
