@@ -74,6 +74,11 @@ __device__ __forceinline__ int tile_cost(int tokens) {
   const int rest = tokens % kMaxTokens;
   return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 78 : rest <= 16 ? 84 : kAll);
 }
+// What a block that changes to another expert takes more, of row tiles of few tokens: the stages of a round of few row
+// tiles come no faster than their latency.
+constexpr int kStartTiles = 2;
+constexpr int kStartCost = kStartTiles * 78;
+
 // Cuts the row tiles of all active experts into shares of about equal cost. By one warp, from nothing but the pairs'
 // begins: lists of active experts would be loads that wait for each other.
 __device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts, Shared& shared) {
@@ -82,32 +87,36 @@ __device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts,
                ? 0
                : tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
   };
-  int total = 0;
+  const auto cost_of_all = [&](int tile_costs, int starts) {
+    return int64_t{tile_costs} * p.row_tiles + int64_t{starts} * kStartCost;
+  };
+  int64_t all = 0;
   for (int first = 0; first < num_experts; first += 32) {
-    total += __reduce_add_sync(0xffffffffu, cost_of(first + lane_index()));
+    const int cost = cost_of(first + lane_index());
+    all += cost_of_all(__reduce_add_sync(0xffffffffu, cost), __popc(__ballot_sync(0xffffffffu, cost != 0)));
   }
-  // Both ends, in cost of row tiles.
-  const int64_t all = int64_t{total} * p.row_tiles;
   const int64_t ends[2] = {all * blockIdx.x / gridDim.x, all * (blockIdx.x + 1) / gridDim.x};
   int64_t before = 0;
   for (int first = 0; first < num_experts; first += 32) {
     const int expert = first + lane_index();
     const int cost = cost_of(expert);
+    const unsigned active = __ballot_sync(0xffffffffu, cost != 0);
     int sum = cost;  // inclusive scan
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const int below = __shfl_up_sync(0xffffffffu, sum, offset);
       sum += lane_index() >= offset ? below : 0;
     }
-    const int64_t begin = before + int64_t{sum - cost} * p.row_tiles;
-    const int64_t end = before + int64_t{sum} * p.row_tiles;
+    const int64_t begin = before + cost_of_all(sum - cost, __popc(active & ((1u << lane_index()) - 1)));
+    const int64_t end = begin + cost_of_all(cost, 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (cost != 0 && begin <= ends[i] && (ends[i] < end || (ends[i] == end && end == all))) {
-        shared.share[i] = expert * p.row_tiles + static_cast<int>((ends[i] - begin + cost - 1) / cost);
+        const auto rest = static_cast<int>(ends[i] - begin) - kStartCost;
+        shared.share[i] = expert * p.row_tiles + (max(rest, 0) + cost - 1) / cost;
       }
     }
-    before += int64_t{__shfl_sync(0xffffffffu, sum, 31)} * p.row_tiles;
+    before += cost_of_all(__shfl_sync(0xffffffffu, sum, 31), __popc(active));
   }
 }
 // Brings what filling looks up first into the L1, by the warps that have nothing else to do then: before the wait for
