@@ -177,9 +177,10 @@ struct Walk {
     }
     tile = item % p.row_tiles;
     const int rest = min(items_end - item, p.row_tiles - tile);
-    const int rounds = (rest + kTiles - 1) / kTiles;
-    // Rounds of about equal size, of whole strips but for the last one.
-    count = min(((rest + rounds - 1) / rounds + kWarpTiles - 1) / kWarpTiles * kWarpTiles, rest);
+    // Whole rounds, since others leave the SM's schedulers unequal work; but no last round of few row tiles: it takes
+    // the latency of its stages, however few bytes they are.
+    constexpr int kHalf = kTiles / 2;
+    count = rest <= kTiles ? rest : rest < kTiles + kHalf ? kHalf : kTiles;
   }
 };
 
