@@ -260,9 +260,31 @@ enum class Deltas : uint8_t {
   kAll,     // of every pair and module, as something that changes no bit where it is not adapted
 };
 
-// Those of this lane's outputs and tokens.
+// Of this lane's outputs and tokens: bit 4j + i, whether there is delta[j][i].
+template <bool GATE_UP, Deltas DELTAS, int NT>
+__device__ __forceinline__ uint32_t deltas_there(const ExpertGemm& p, const Walk& walk) {
+  constexpr int kModules = GATE_UP ? 2 : 1;
+  uint32_t there = 0;
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pair = walk.pair + 8 * j + 2 * (lane_index() % 4) + i;
+      if (pair >= walk.end) {
+        continue;
+      }
+      const int32_t* const adapted = p.lora.adapted + int64_t{pair} * kModules;
+      const bool low = DELTAS == Deltas::kAll || adapted[0] != 0;
+      const bool high = GATE_UP && DELTAS == Deltas::kMarked ? adapted[1] != 0 : low;
+      there |= (low ? 1u : 0u) << (4 * j + i) | (high ? 1u : 0u) << (4 * j + 2 + i);
+    }
+  }
+  return there;
+}
+// Where there is none, or no output, something that changes no bit.
 template <bool GATE_UP, int NT>
-__device__ __forceinline__ void load_deltas(float (&delta)[NT][4], const ExpertGemm& p, const Walk& walk, int tile) {
+__device__ __forceinline__ void load_deltas(float (&delta)[NT][4], const ExpertGemm& p, const Walk& walk, int tile,
+                                            uint32_t there) {
   constexpr int kModules = GATE_UP ? 2 : 1;
   const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
   const int n_high = GATE_UP ? n_low : n_low + 8;
@@ -273,8 +295,8 @@ __device__ __forceinline__ void load_deltas(float (&delta)[NT][4], const ExpertG
       const int64_t pair = walk.pair + 8 * j + 2 * (lane_index() % 4) + i;
       const float* const low = p.lora.delta + pair * kModules * p.rows;
       const float* const high = low + (kModules - 1) * p.rows;
-      delta[j][i] = pair < walk.end && n_low < p.rows ? low[n_low] : 0.0f;
-      delta[j][2 + i] = pair < walk.end && n_high < p.rows ? high[n_high] : 0.0f;
+      delta[j][i] = (there >> (4 * j + i) & 1) != 0 && n_low < p.rows ? low[n_low] : -0.0f;
+      delta[j][2 + i] = (there >> (4 * j + 2 + i) & 1) != 0 && n_high < p.rows ? high[n_high] : -0.0f;
     }
   }
 }
@@ -423,16 +445,15 @@ struct Multiplier {
     float delta[NT][4];
     if (DELTAS != Deltas::kNone) {
       wait_for_previous();  // the deltas are there
-    }
-    if (DELTAS == Deltas::kAll) {
-      load_deltas<GATE_UP, NT>(delta, p, walk, tile);  // on their way while the warps meet
+      // On their way while the warps meet.
+      load_deltas<GATE_UP, NT>(delta, p, walk, tile, deltas_there<GATE_UP, DELTAS, NT>(p, walk));
     }
     float sum[NT][4];
     meet<NT>(sum, acc);
     if (own >= walk.count) {
       return;
     }
-    if (DELTAS == Deltas::kAll) {
+    if (DELTAS != Deltas::kNone) {
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
 #pragma unroll
@@ -445,9 +466,6 @@ struct Multiplier {
     for (int j = 0; j < NT; ++j) {
       const int pair = walk.pair + 8 * j;
       if (pair < walk.end) {
-        if (DELTAS == Deltas::kMarked) {
-          add_deltas<GATE_UP>(sum[j], p, tile, pair, walk.end);
-        }
         finish_tile<GATE_UP>(sum[j], p, bias, tile, pair, walk.end);
       }
     }
