@@ -168,7 +168,7 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
   if constexpr (TILES) {
     const bool stream = path == ExpertPath::kFewTokens || path == ExpertPath::kFewTokensBlocks ||
                         (path == ExpertPath::kAuto && num_pairs >= int64_t{kStreamTokensPerExpert} * num_experts);
-    if (stream && launch_expert_stream<GATE_UP>(p, all_deltas, state)) {
+    if (stream && launch_expert_stream<GATE_UP>(p, all_deltas, num_experts, static_cast<int>(num_pairs), state)) {
       return;
     }
     const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;

@@ -2,6 +2,7 @@
 // moe_gate_up_cuda against the formula in double: both kernels, all storages, both activations, adapters of every kind
 // in one batch, skewed and sparse choices; and the promises about bits: a token's result depends on its own row and
 // adapter. Without a GPU it says that it was skipped.
+#include "kernels/cuda/cuda_stream.cuh"
 #include "tests/kernels/moe_device_case.h"
 #include "tests/support/catch.h"
 
@@ -259,6 +260,31 @@ TEST_CASE("moe_gate_up_cuda: how many adapters there are beside its own changes 
         CHECK(same_row(moe, one, many, t) == (t % 3 == 0));
       }
     }
+  }
+}
+
+// Rows fall away, and with them tokens of every expert, so that others are the widths of a round, its row tiles and the
+// blocks that work on them. Three stages of inputs, so that they fall to other warps from round to round.
+TEST_CASE("moe_gate_up_cuda: how many tokens a stream of MXFP4 tiles passes changes no bit of a row") {
+  if (gpu() == nullptr || cuda_state(*gpu()->stream).compute_capability / 10 != 9) {
+    return;
+  }
+  DeviceMoe moe({70, 4, 8, 544, 3208}, Store::kTiles, true, 660);
+  const auto run = [&] {
+    return moe.by_choice(moe.run_gate_up(ExpertPath::kFewTokens, MoeActivation::kSilu, Dtype::kF32),
+                         moe.shape.intermediate);
+  };
+  const std::vector<float> all = run();
+  for (const int32_t rows : {53, 30, 14, 3}) {
+    moe.shape.rows = rows;
+    moe.choice.resize(static_cast<size_t>(rows * moe.shape.top_k));
+    moe.use({}, {});
+    const std::vector<float> fewer = run();
+    INFO(describe(moe.shape, moe.store, ExpertPath::kFewTokens));
+    for (int32_t t = 0; t < rows; ++t) {
+      CHECK(same_row(moe, all, fewer, t));
+    }
+    CHECK(moe.intact);
   }
 }
 
