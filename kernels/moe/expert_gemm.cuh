@@ -53,6 +53,10 @@ struct ExpertGemm {
   const __nv_bfloat16* x = nullptr;  // by batch row, or by pair
   int64_t x_stride = 0;
   bool x_by_pair = false;
+  // Many tokens: scratch for the tokens as kernels/moe/expert_tokens.cuh arranges them, null = there is none.
+  std::byte* token_room = nullptr;
+  const std::byte* tokens = nullptr;  // they are there
+  int token_places = 0;
   MoeOrder order;
   ExpertLora lora;
   MoeActivation activation = MoeActivation::kSilu;

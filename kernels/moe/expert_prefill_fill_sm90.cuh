@@ -6,6 +6,7 @@
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
+#include "kernels/moe/expert_tokens.cuh"
 
 namespace moelora::sm90 {
 
@@ -72,6 +73,7 @@ __device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles
   work.row_block = found.row_block;
   work.pair = found.begin + found.token_tile * width;
   work.count = min(found.end - work.pair, width);
+  work.place = token_place(work.pair, work.expert, found.begin);
   return work;
 }
 
@@ -114,6 +116,17 @@ struct RingWriter {
       async_arrive(&shared.full[at.stage]);
     } else {
       mbarrier_arrive(&shared.full[at.stage]);
+    }
+    at.advance();
+  }
+  // Ends a block whose tokens lie in one piece. By a whole warp.
+  __device__ __forceinline__ void publish_bulk(std::byte* to, const std::byte* from, uint32_t bytes) {
+    uint64_t* const full = &shared.full[at.stage];
+    if (lane_index() == 0) {
+      mbarrier_arrive_expect(full, bytes);
+      bulk_copy(to, from, bytes, full);
+    } else {
+      mbarrier_arrive(full);
     }
     at.advance();
   }
@@ -433,6 +446,15 @@ struct GatherWarp {
       ring.publish_thread<true>();
     }
   }
+  // The same, of arranged tokens.
+  __device__ __forceinline__ void copy_arranged(const Work& work) {
+    const std::byte* from = p.tokens + int64_t{work.place} * kRowBytes;
+    for (int b = 0; b < p.k_blocks; ++b) {
+      std::byte* const to = ring.wait_empty() + kWeightBytes;
+      ring.publish_bulk(to, from, static_cast<uint32_t>(work.count * kRowBytes));
+      from += int64_t{p.token_places} * kRowBytes;
+    }
+  }
   __device__ __forceinline__ void fill_steps(const Work& work) {
     const TileTokens& tokens = shared.tokens[nth % 2];
     for (int entry = 0; entry < tokens.num_entries; ++entry) {
@@ -446,7 +468,11 @@ struct GatherWarp {
   __device__ __forceinline__ void fill_all() {
     for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
       const Work work = wait_described(shared, nth);
-      copy_blocks(work);
+      if (p.tokens != nullptr) {
+        copy_arranged(work);
+      } else {
+        copy_blocks(work);
+      }
       if (p.lora.row_slot != nullptr) {
         fill_steps(work);
       }

@@ -149,7 +149,9 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
       mbarrier_init(&shared.described[i], 1);
       mbarrier_init(&shared.done[i], kMultiplyWarps + kWeightWarps + 1);
     }
+    publish_barriers();
   }
+  wait_for_previous();
   const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
   const int active = count_tiles<kMaxTokens>(p, shared.tiles);
   if (threadIdx.x == 0) {  // kept in no register: the warps that multiply need all of theirs
@@ -179,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
 
 // False where the code for sm_90a is not there: nothing was launched.
 template <bool GATE_UP, class Source>
-bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+bool launch_expert_prefill_sm90(ExpertGemm p, ExpertPath path, int64_t num_pairs, int num_experts,
+                                const CudaStream& state) {
   const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
   static const bool usable = has_code(kernel);
   if (!usable || state.compute_capability != 90) {
@@ -190,7 +193,11 @@ bool launch_expert_prefill_sm90(const ExpertGemm& p, int64_t num_pairs, int num_
   const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
   const int64_t items = (num_pairs / sm90::kMaxTokens + std::min<int64_t>(num_experts, num_pairs)) * row_blocks;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
-  kernel<<<grid, sm90::kThreads, sm90::kSharedBytes, state.stream>>>(p);
+  if (path != ExpertPath::kManyTokensGather && p.token_room != nullptr) {
+    launch_arrange_tokens<GATE_UP>(p, num_pairs, num_experts, state);
+    p.tokens = p.token_room;
+  }
+  launch_dependent(kernel, dim3(grid), sm90::kThreads, sm90::kSharedBytes, state, p);
   return true;
 }
 

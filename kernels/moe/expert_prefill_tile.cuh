@@ -26,6 +26,7 @@ struct Work {
   int row_block;
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
+  int place;  // of the first pair among arranged tokens
 };
 
 // What a block must know about the tokens of a tile. An entry is a module of an adapter: entry MODULES i + m is module

@@ -21,9 +21,11 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsTail,
-                                 ExpertPath::kFewRowsBeside, ExpertPath::kFewTokensBlocks};
+constexpr ExpertPath kPaths[] = {
+    ExpertPath::kAuto,          ExpertPath::kFewTokens,       ExpertPath::kManyTokens,
+    ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart,  ExpertPath::kFewRowsTail,
+    ExpertPath::kFewRowsBeside, ExpertPath::kFewTokensBlocks, ExpertPath::kManyTokensGather,
+    ExpertPath::kManyTokensBulk};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -39,7 +41,10 @@ inline std::string describe(const MoeShape& shape, Store store, ExpertPath path)
                          "few, shrink and expand apart",
                          "few rows, expand in the tail",
                          "few rows, shrink beside",
-                         "few, deltas without clusters"};
+                         "few, deltas without clusters",
+                         "many, gathered",
+                         "many, in bulk",
+                         "many, in pairs"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
@@ -323,7 +328,8 @@ class DeviceMoe {
   bool intact = true;   // nothing outside of the results was written
   int32_t repeats = 1;  // of an op, one behind the other
   bool counts = false;
-  size_t launches = 0;  // of the last run's op, if it counts
+  bool room_for_tokens = true;  // in scratch, for arranged tokens
+  size_t launches = 0;          // of the last run's op, if it counts
 
  private:
   static double largest_error(const std::vector<float>& actual, const std::vector<std::vector<double>>& expected) {
@@ -347,7 +353,11 @@ class DeviceMoe {
   }
   [[nodiscard]] size_t scratch_bytes(size_t modules) const {
     const auto rows = static_cast<size_t>(modules == 2 ? shape.intermediate : shape.hidden);
-    return lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, static_cast<size_t>(lora->rank_stride), rows);
+    const auto width = static_cast<size_t>(modules == 2 ? shape.hidden : shape.intermediate);
+    const size_t rank_stride = lora == nullptr ? 0 : static_cast<size_t>(lora->rank_stride);
+    const size_t tokens = expert_token_bytes(pairs(), static_cast<size_t>(shape.experts), width);
+    return std::max(lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, rank_stride, rows),
+                    room_for_tokens ? pairs() * modules * rank_stride * sizeof(float) + tokens : 0);
   }
   std::vector<float> finish(const DeviceBuffer& out, Dtype dtype, int32_t width, const DeviceBuffer& scratch) {
     const std::vector<float> all = read_rows(out, dtype);
