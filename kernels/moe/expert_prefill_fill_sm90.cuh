@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
 #include "kernels/moe/expert_tokens.cuh"
@@ -63,14 +64,25 @@ __device__ __forceinline__ void arrive_done(Shared& shared, uint32_t nth) {
   }
 }
 
-__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
+// The blocks of a cluster take an item together: the same tokens and neighbouring row blocks. Past the last one a block
+// only keeps step with the others.
+template <int BLOCKS>
+__device__ __forceinline__ int first_item() {
+  return static_cast<int>(blockIdx.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ int item_step() {
+  return static_cast<int>(gridDim.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_groups,
                                           int item) {
-  const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
+  const PrefillWork found = find_work(p, tiles, active, row_groups, item);
   const int least = (found.end - found.begin + found.token_tiles - 1) / found.token_tiles;
   const int width = (least + kWidthStep - 1) / kWidthStep * kWidthStep;
   Work work;
   work.expert = found.expert;
-  work.row_block = found.row_block;
+  work.row_block = found.row_block * BLOCKS + (BLOCKS == 1 ? 0 : cluster_block());
   work.pair = found.begin + found.token_tile * width;
   work.count = min(found.end - work.pair, width);
   work.place = token_place(work.pair, work.expert, found.begin);
@@ -119,12 +131,23 @@ struct RingWriter {
     }
     at.advance();
   }
-  // Ends a block whose tokens lie in one piece. By a whole warp.
-  __device__ __forceinline__ void publish_bulk(std::byte* to, const std::byte* from, uint32_t bytes) {
+  // Ends a block whose `count` tokens lie in one piece. By a whole warp, of which each block of the cluster brings its
+  // share to all of them.
+  template <int BLOCKS>
+  __device__ __forceinline__ void publish_bulk(std::byte* to, const std::byte* from, int count) {
     uint64_t* const full = &shared.full[at.stage];
     if (lane_index() == 0) {
-      mbarrier_arrive_expect(full, bytes);
-      bulk_copy(to, from, bytes, full);
+      mbarrier_arrive_expect(full, static_cast<uint32_t>(count * kRowBytes));
+      if constexpr (BLOCKS == 1) {
+        bulk_copy(to, from, static_cast<uint32_t>(count * kRowBytes), full);
+      } else {
+        const int share = (count + BLOCKS - 1) / BLOCKS;
+        const int first = share * cluster_block() * kRowBytes;
+        const int bytes = min(share * kRowBytes, count * kRowBytes - first);
+        if (bytes > 0) {
+          bulk_copy_to_blocks(to + first, from + first, static_cast<uint32_t>(bytes), full, (1 << BLOCKS) - 1);
+        }
+      }
     } else {
       mbarrier_arrive(full);
     }
@@ -284,7 +307,7 @@ __device__ __forceinline__ void store_adapter_rows(const AdapterRows& rows, std:
   }
 }
 
-template <bool GATE_UP, class Source>
+template <bool GATE_UP, class Source, int BLOCKS>
 struct WeightWarps {
   using Filler = typename FillerOf<GATE_UP, Source>::Filler;
   const ExpertGemm& p;
@@ -334,16 +357,16 @@ struct WeightWarps {
     }
   }
   __device__ __forceinline__ void fill_all() {
-    const int grid = static_cast<int>(gridDim.x);
-    int item = static_cast<int>(blockIdx.x);
+    const int step = item_step<BLOCKS>();
+    int item = first_item<BLOCKS>();
     if (Filler::kAhead && item < shared.items) {
       filler.start(p, wait_described(shared, 0), thread());
     }
-    for (; item < shared.items; item += grid) {
+    for (; item < shared.items; item += step) {
       if (!Filler::kAhead) {
         filler.start(p, wait_described(shared, nth), thread());
       }
-      fill_blocks(item + grid >= shared.items);
+      fill_blocks(item + step >= shared.items);
       if (p.lora.row_slot != nullptr) {
         fill_steps(shared.work[nth % 2]);
       }
@@ -408,7 +431,7 @@ struct CopyRows {
   }
 };
 
-template <bool GATE_UP>
+template <bool GATE_UP, int BLOCKS>
 struct GatherWarp {
   const ExpertGemm& p;
   Shared& shared;
@@ -451,7 +474,7 @@ struct GatherWarp {
     const std::byte* from = p.tokens + int64_t{work.place} * kRowBytes;
     for (int b = 0; b < p.k_blocks; ++b) {
       std::byte* const to = ring.wait_empty() + kWeightBytes;
-      ring.publish_bulk(to, from, static_cast<uint32_t>(work.count * kRowBytes));
+      ring.template publish_bulk<BLOCKS>(to, from, work.count);
       from += int64_t{p.token_places} * kRowBytes;
     }
   }
@@ -466,7 +489,7 @@ struct GatherWarp {
     }
   }
   __device__ __forceinline__ void fill_all() {
-    for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
+    for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
       const Work work = wait_described(shared, nth);
       if (p.tokens != nullptr) {
         copy_arranged(work);
@@ -502,11 +525,11 @@ __device__ __forceinline__ void ask_weights_into_l2(const ExpertGemm& p, const W
   prefetch_l2_bulk(p.scales[work.expert] + tile * scale_bytes, scale_bytes);
 }
 
-template <bool GATE_UP, class Source>
-__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared, int row_blocks) {
+template <bool GATE_UP, class Source, int BLOCKS>
+__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared, int row_groups) {
   uint32_t nth = 0;
-  for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
-    const Work work = find_tile(p, shared.tiles, shared.active, row_blocks, item);
+  for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
+    const Work work = find_tile<BLOCKS>(p, shared.tiles, shared.active, row_groups, item);
     if constexpr (FillerOf<GATE_UP, Source>::Filler::kAhead) {
       ask_weights_into_l2<GATE_UP>(p, work);
     }

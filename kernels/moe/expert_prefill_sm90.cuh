@@ -38,15 +38,19 @@ namespace sm90 {
 
 constexpr int kAccumulators = kMaxTokens / 2;  // a thread
 
+// To all blocks that bring tokens into the stage.
+template <int BLOCKS>
 __device__ __forceinline__ void release(Shared& shared, int stage) {
   if (lane_index() == 0) {
     mbarrier_arrive(&shared.empty[stage]);
+  } else if (lane_index() < BLOCKS) {
+    mbarrier_arrive_at(&shared.empty[stage], (cluster_block() + lane_index()) % BLOCKS);
   }
 }
 
 // All blocks of an item, of up to N tokens; `stages`: this warpgroup's rows of the first stage. A block's products run
 // while the next block is waited for.
-template <int N>
+template <int N, int BLOCKS>
 __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int blocks, Place& at, Shared& shared,
                                          uint32_t weights, uint32_t tokens) {
 #pragma unroll
@@ -69,16 +73,16 @@ __device__ __forceinline__ void multiply(float (&acc)[kAccumulators], int blocks
     wgmma_commit();
     wgmma_wait<1>();  // the block before has been read
     if (b > 0) {
-      release(shared, at.previous());
+      release<BLOCKS>(shared, at.previous());
     }
     at.advance();
   }
   wgmma_wait<0>();
   wgmma_hold(acc);
-  release(shared, at.previous());
+  release<BLOCKS>(shared, at.previous());
 }
 // By the narrowest product that holds `count` tokens.
-template <int... WIDTHS>
+template <int BLOCKS, int... WIDTHS>
 __device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kAccumulators], int blocks, Place& at,
                                                 Shared& shared, uint32_t weights, uint32_t tokens) {
   const auto fits = [&](auto width) {
@@ -86,28 +90,29 @@ __device__ __forceinline__ void multiply_tokens(int count, float (&acc)[kAccumul
     if (count > N) {
       return false;
     }
-    multiply<N>(acc, blocks, at, shared, weights, tokens);
+    multiply<N, BLOCKS>(acc, blocks, at, shared, weights, tokens);
     return true;
   };
   static_cast<void>((fits(std::integral_constant<int, WIDTHS>{}) || ...));
 }
 // A warpgroup without rows only keeps the ring going.
+template <int BLOCKS>
 __device__ __forceinline__ void pass(int blocks, Place& at, Shared& shared) {
   for (int b = 0; b < blocks; ++b) {
     mbarrier_wait(&shared.full[at.stage], at.parity);
-    release(shared, at.stage);
+    release<BLOCKS>(shared, at.stage);
     at.advance();
   }
 }
 
-template <bool GATE_UP>
+template <bool GATE_UP, int BLOCKS>
 __device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shared, uint32_t stages) {
   const int group = warp_index() / 4;
   const uint32_t weights = stages + static_cast<uint32_t>(group * 64 * kRowBytes);
   const uint32_t tokens = stages + kWeightBytes;
   Place at;
   uint32_t nth = 0;
-  for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
+  for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
     const Work work = wait_described(shared, nth);
     const TileTokens& described = shared.tokens[nth % 2];
     const bool adapters = p.lora.row_slot != nullptr;
@@ -116,8 +121,8 @@ __device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shar
     const int tile = first_tile + warp_index();
     if (first_tile + 4 * group < p.row_tiles) {
       float acc[kAccumulators];
-      multiply_tokens<32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256>(work.count, acc, blocks, at, shared,
-                                                                               weights, tokens);
+      multiply_tokens<BLOCKS, 32, 64, 96, 128, 144, 160, 176, 192, 208, 224, 240, 256>(work.count, acc, blocks, at,
+                                                                                       shared, weights, tokens);
       if (tile < p.row_tiles) {
         if (adapters && described.has_bias != 0) {
           add_lora_bias<GATE_UP>(acc, p, described, work, tile);
@@ -125,14 +130,15 @@ __device__ __forceinline__ void multiply_items(const ExpertGemm& p, Shared& shar
         finish_rows<GATE_UP>(acc, p, work, tile);
       }
     } else {
-      pass(blocks, at, shared);
+      pass<BLOCKS>(blocks, at, shared);
     }
     arrive_done(shared, nth);
     ++nth;
   }
 }
 
-template <bool GATE_UP, class Source>
+// BLOCKS: of a cluster, which share the tokens.
+template <bool GATE_UP, class Source, int BLOCKS>
 __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid_constant__ ExpertGemm p) {
 #ifdef MOELORA_SM90A
   extern __shared__ uint4 dynamic_shared[];
@@ -143,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], full_arrivals(FillerOf<GATE_UP, Source>::Filler::kAhead));
-      mbarrier_init(&shared.empty[i], kMultiplyWarps);
+      mbarrier_init(&shared.empty[i], BLOCKS * kMultiplyWarps);
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(&shared.described[i], 1);
@@ -152,52 +158,70 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
     publish_barriers();
   }
   wait_for_previous();
-  const int row_blocks = (p.row_tiles + kRowTiles - 1) / kRowTiles;
+  const int row_groups = (p.row_tiles + BLOCKS * kRowTiles - 1) / (BLOCKS * kRowTiles);
   const int active = count_tiles<kMaxTokens>(p, shared.tiles);
   if (threadIdx.x == 0) {  // kept in no register: the warps that multiply need all of theirs
     shared.active = active;
-    shared.items = shared.tiles.begin[active] * row_blocks;
+    shared.items = shared.tiles.begin[active] * row_groups;
   }
   __syncthreads();  // the barriers are known, too
+  if constexpr (BLOCKS > 1) {
+    cluster_sync();  // in all blocks
+  }
   if (threadIdx.x < kMultiplyThreads) {
     take_registers<kMultiplyRegisters>();
-    multiply_items<GATE_UP>(p, shared, shared_address(stages));
+    multiply_items<GATE_UP, BLOCKS>(p, shared, shared_address(stages));
   } else {
     give_registers<kFillRegisters>();
     if (warp_index() < kGatherWarp) {
-      WeightWarps<GATE_UP, Source> weights{p, shared, RingWriter{shared, stages}};
+      WeightWarps<GATE_UP, Source, BLOCKS> weights{p, shared, RingWriter{shared, stages}};
       weights.fill_all();
     } else if (warp_index() == kGatherWarp) {
-      GatherWarp<GATE_UP> gather{p, shared, RingWriter{shared, stages}};
+      GatherWarp<GATE_UP, BLOCKS> gather{p, shared, RingWriter{shared, stages}};
       gather.fill_all();
     } else {
-      describe_items<GATE_UP, Source>(p, shared, row_blocks);
+      describe_items<GATE_UP, Source, BLOCKS>(p, shared, row_groups);
     }
+  }
+  if constexpr (BLOCKS > 1) {
+    cluster_sync();  // the others may still arrive at this block's barriers
   }
 #endif
 }
 
 }  // namespace sm90
 
+// By clusters of BLOCKS, one or two.
+template <bool GATE_UP, class Source, int BLOCKS>
+void launch_expert_prefill_clusters(const ExpertGemm& p, int64_t num_pairs, int num_experts, const CudaStream& state) {
+  const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source, BLOCKS>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kSharedBytes),
+             "shared memory of the expert product");
+  constexpr int kTiles = BLOCKS * sm90::kRowTiles;
+  const int64_t row_groups = (p.row_tiles + kTiles - 1) / kTiles;
+  const int64_t items = (num_pairs / sm90::kMaxTokens + std::min<int64_t>(num_experts, num_pairs)) * row_groups;
+  const auto clusters = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms / BLOCKS));
+  launch_dependent_clusters(kernel, dim3(clusters * BLOCKS), BLOCKS == 1 ? 0 : BLOCKS, sm90::kThreads,
+                            sm90::kSharedBytes, state, p);
+}
+
 // False where the code for sm_90a is not there: nothing was launched.
 template <bool GATE_UP, class Source>
 bool launch_expert_prefill_sm90(ExpertGemm p, ExpertPath path, int64_t num_pairs, int num_experts,
                                 const CudaStream& state) {
-  const auto kernel = sm90::expert_prefill_wgmma<GATE_UP, Source>;
-  static const bool usable = has_code(kernel);
+  static const bool usable = has_code(sm90::expert_prefill_wgmma<GATE_UP, Source, 1>);
   if (!usable || state.compute_capability != 90) {
     return false;
   }
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::kSharedBytes),
-             "shared memory of the expert product");
-  const int64_t row_blocks = (p.row_tiles + sm90::kRowTiles - 1) / sm90::kRowTiles;
-  const int64_t items = (num_pairs / sm90::kMaxTokens + std::min<int64_t>(num_experts, num_pairs)) * row_blocks;
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(items, state.num_sms));
   if (path != ExpertPath::kManyTokensGather && p.token_room != nullptr) {
     launch_arrange_tokens<GATE_UP>(p, num_pairs, num_experts, state);
     p.tokens = p.token_room;
   }
-  launch_dependent(kernel, dim3(grid), sm90::kThreads, sm90::kSharedBytes, state, p);
+  if (p.tokens != nullptr && path != ExpertPath::kManyTokensBulk) {
+    launch_expert_prefill_clusters<GATE_UP, Source, 2>(p, num_pairs, num_experts, state);
+  } else {
+    launch_expert_prefill_clusters<GATE_UP, Source, 1>(p, num_pairs, num_experts, state);
+  }
   return true;
 }
 

@@ -22,10 +22,10 @@
 namespace moelora::test {
 
 constexpr ExpertPath kPaths[] = {
-    ExpertPath::kAuto,          ExpertPath::kFewTokens,       ExpertPath::kManyTokens,
-    ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart,  ExpertPath::kFewRowsTail,
-    ExpertPath::kFewRowsBeside, ExpertPath::kFewTokensBlocks, ExpertPath::kManyTokensGather,
-    ExpertPath::kManyTokensBulk};
+    ExpertPath::kAuto,           ExpertPath::kFewTokens,       ExpertPath::kManyTokens,
+    ExpertPath::kManyTokensMma,  ExpertPath::kFewTokensApart,  ExpertPath::kFewRowsTail,
+    ExpertPath::kFewRowsBeside,  ExpertPath::kFewTokensBlocks, ExpertPath::kManyTokensGather,
+    ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensPairs};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
