@@ -17,6 +17,8 @@
 // Both are therefore arrays of 64 runs of 8 elements: 16-byte lane loads, and the K-major no-swizzle
 // core matrices of wgmma. Ranks and widths that do not fill a tile are zero-filled (never skipped, so
 // kernels may read whole tiles, but must not trust activations beyond the real width).
+// All values are finite: what fills a pool refuses others, so that kernels may multiply an adapter's B with the zeros
+// that stand for rows without it.
 // gate and up of one expert may share A (3-D adapters): their records then name the same granule.
 #pragma once
 

@@ -96,6 +96,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
     p.max_segments = static_cast<int>(pairs);
     p.rows = args.order.pair_row;
     p.x_by_position = args.x_sorted;
+    p.out_bf16 = args.out_bf16;
     shrink_rows::launch<true, false>(p, cuda_state(stream));
     return;
   }
@@ -107,6 +108,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   p.rows = args.order.pair_row;
   p.x_by_position = args.x_sorted;
   p.out_by_position = true;
+  p.out_bf16 = args.out_bf16;
   p.max_rank = args.lora->counts + 2;
   const auto size =
       pairs <= MEDIUM_EXPERT * args.num_experts ? shrink_segments::Size::kMedium : shrink_segments::Size::kLarge;

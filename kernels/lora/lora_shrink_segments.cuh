@@ -74,6 +74,7 @@ struct Params {
   int rank_stride;
   bool x_by_position;
   bool out_by_position;
+  bool out_bf16;
 };
 
 // 16 ranks of one module.
@@ -299,7 +300,8 @@ __device__ __forceinline__ void store_sums(const Params& p, const Item& item, co
     const int at = p.out_by_position ? item.first + token : positions.row[token];
     const float scale = positions.scale[token] * tile.scale;
     const int64_t index = at * static_cast<int64_t>(p.num_modules) + tile.module;
-    p.out[index * p.rank_stride + rank] = rank < tile.rank && scale != 0.0f ? sum * scale : 0.0f;
+    store_shrunk(p.out, p.out_bf16, index * p.rank_stride + rank,
+                 rank < tile.rank && scale != 0.0f ? sum * scale : 0.0f);
   }
 }
 

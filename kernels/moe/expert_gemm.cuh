@@ -26,7 +26,8 @@ struct ExpertLora {
   AdapterTable table;
   const int32_t* row_slot = nullptr;  // null: no adapters at all
   const float* row_scale = nullptr;
-  const float* shrunk = nullptr;  // [P, modules, rank_stride]; modules are gate and up, or down alone
+  // [P, modules, rank_stride]; modules are gate and up, or down alone. Bf16 for kernels/moe/expert_prefill_sm90.cuh.
+  const float* shrunk = nullptr;
   int rank_stride = 0;
   int layer = 0;
   // Few tokens: the deltas themselves (kernels/moe/expert_delta.cuh, expert_expand.cuh).
@@ -305,7 +306,7 @@ template <bool GATE_UP>
 __device__ __forceinline__ float2 tile_bias(const ExpertGemm& p, int expert, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
   const int n_high = GATE_UP ? n_low : n_low + 8;
-  const int64_t bias = int64_t{expert} * p.rows;
+  const int64_t bias = int64_t{static_cast<uint32_t>(expert)} * p.rows;  // no sign to keep in a register
   return {p.low_bias != nullptr && n_low < p.rows ? __ldg(p.low_bias + bias + n_low) : 0.0f,
           p.high_bias != nullptr && n_high < p.rows ? __ldg(p.high_bias + bias + n_high) : 0.0f};
 }

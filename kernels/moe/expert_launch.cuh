@@ -163,14 +163,14 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
   const bool many =
       is_many_tokens(path) || (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
+    const bool wgmma = path != ExpertPath::kManyTokensMma && has_expert_prefill_sm90<GATE_UP, Source>(state);
     if (shrink.lora != nullptr) {
-      lora_shrink_experts_cuda(shrink, stream);
+      ExpertShrinkArgs shrink_many = shrink;
+      shrink_many.out_bf16 = wgmma;
+      lora_shrink_experts_cuda(shrink_many, stream);
     }
-    if (path != ExpertPath::kManyTokensMma &&
-        launch_expert_prefill_sm90<GATE_UP, Source>(p, path, num_pairs, num_experts, state)) {
-      return;
-    }
-    return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
+    return wgmma ? launch_expert_prefill_sm90<GATE_UP, Source>(p, path, num_pairs, num_experts, state)
+                 : launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
   bool all_deltas = false;
   if (shrink.lora != nullptr) {

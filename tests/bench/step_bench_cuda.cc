@@ -5,10 +5,11 @@
 // that is; then the whole step as one graph and, for each kind, by how much it is shorter without it. Layers rotate
 // over more memory than the L2 holds.
 //
-//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R]
+//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R] [--runs N]
 //              [--paths] [--splits]
 //
-// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows. Instead of the table:
+// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows; its rows are --runs
+// runs of equal length, each of the next adapter. Instead of the table:
 // --paths compares the ways that ops have for few rows with adapters, --splits tries other splits of the L1 for every
 // kernel of the step, after --paths those of the fastest way, too.
 #include <cuda_runtime.h>
@@ -39,7 +40,7 @@ constexpr int32_t kBlockTokens = 16;
 
 struct Flags {
   std::string model;
-  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32;
+  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32, runs = 1;
   bool paths = false, splits = false;
 };
 
@@ -170,7 +171,8 @@ class StepBench {
     }
     std::vector<int32_t> slots, sorted, segments, segment_slots;
     for (int32_t t = 0; t < rows_; ++t) {
-      slots.push_back(flags_.prompt > 0 ? 1 : t % flags_.adapters + 1);
+      const int64_t turn = flags_.prompt > 0 ? int64_t{t} * flags_.runs / rows_ : t;
+      slots.push_back(static_cast<int32_t>(turn % flags_.adapters) + 1);
     }
     for (int32_t slot = 1; slot <= flags_.adapters; ++slot) {
       const size_t first = sorted.size();
@@ -367,6 +369,7 @@ int main(int argc, char** argv) {
   app.add_option("--context", flags.context);
   app.add_option("--adapters", flags.adapters);
   app.add_option("--rank", flags.rank);
+  app.add_option("--runs", flags.runs)->check(CLI::PositiveNumber);
   app.add_flag("--paths", flags.paths);
   app.add_flag("--splits", flags.splits);
   CLI11_PARSE(app, argc, argv);

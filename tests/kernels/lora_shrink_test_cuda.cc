@@ -179,6 +179,22 @@ std::vector<TestAdapter> draw_experts(Draw& draw, const ExpertCase& test) {
   return adapters;
 }
 
+// The same in bf16: each value rounded once, nothing else written.
+void check_rounded(ExpertShrinkArgs args, const std::vector<float>& expected) {
+  const DeviceBuffer out(expected.size() * sizeof(uint16_t));
+  args.out = out.as<float>();
+  args.out_bf16 = true;
+  lora_shrink_experts_cuda(args, *gpu()->stream);
+  const std::vector<uint16_t> actual = out.read<uint16_t>();
+  CHECK(out.guard_intact());
+  size_t different = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const bool written = !PoisonedBytes::untouched(expected.data() + i, sizeof(float));
+    different += actual[i] != (written ? f32_to_bf16(expected[i]) : 0xFFFF) ? 1 : 0;
+  }
+  CHECK(different == 0);
+}
+
 void check_experts(const ExpertCase& test) {
   INFO("T " << test.rows << " top_k " << test.top_k << " experts " << test.num_experts << " K " << test.k << " sorted "
             << test.x_sorted);
@@ -223,6 +239,7 @@ void check_experts(const ExpertCase& test) {
   lora_shrink_experts_cuda(args, *gpu()->stream);
   const std::vector<float> result = out.read<float>();
   CHECK(out.guard_intact());
+  check_rounded(args, result);
   for (int32_t i = 0; i < pairs; ++i) {
     const int32_t t = host.pair_row[static_cast<size_t>(i)];
     int32_t expert = 0;

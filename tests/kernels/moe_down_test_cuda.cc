@@ -140,7 +140,7 @@ TEST_CASE("moe_down_cuda: base rows keep their bits, and a neighbour's adapter c
         std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kDownBit, true}),
                                              moe.draw_adapter({{16}, kDownBit}), moe.draw_adapter({{24}, kDownBit})};
         for (auto& [key, pair] : adapters[2].experts) {
-          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+          std::fill(pair.b.begin(), pair.b.end(), moe.largest_b(path));
         }
         moe.set_adapters(adapters, 6);
         std::vector<int32_t> slots = slots_modulo(shape.rows, 2);

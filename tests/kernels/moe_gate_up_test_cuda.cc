@@ -153,7 +153,8 @@ TEST_CASE("moe_gate_up_cuda of many tokens without room to arrange them") {
         moe.run_gate_up(ExpertPath::kManyTokensGather, MoeActivation::kSilu, Dtype::kF32);
     for (const bool room : {true, false}) {
       moe.room_for_tokens = room;
-      for (const ExpertPath path : {ExpertPath::kManyTokens, ExpertPath::kManyTokensBulk}) {
+      for (const ExpertPath path :
+           {ExpertPath::kManyTokens, ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensPairs}) {
         INFO(describe(moe.shape, store, path) << (room ? " with" : " without") << " room");
         CHECK(same_bits(gathered, moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32)));
         CHECK(moe.intact);
@@ -216,7 +217,7 @@ TEST_CASE("moe_gate_up_cuda leaves rows without an adapter, or of scale 0, bit-e
   }
 }
 
-TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes no bit of a row") {
+TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of the largest values, changes no bit of a row") {
   if (gpu() == nullptr) {
     return;
   }
@@ -230,7 +231,7 @@ TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes 
                                              moe.draw_adapter({{16}, kGateBit | kUpBit, true}),
                                              moe.draw_adapter({{24}, kGateBit | kUpBit})};
         for (auto& [key, pair] : adapters[2].experts) {
-          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+          std::fill(pair.b.begin(), pair.b.end(), moe.largest_b(path));
         }
         moe.set_adapters(adapters, 6);
         std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
