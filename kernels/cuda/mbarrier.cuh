@@ -36,6 +36,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint64_t* barrier, uint32
                : "memory");
 #endif
 }
+// Announces the bytes alone: before an arrival of this thread.
+__device__ __forceinline__ void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+#endif
+}
 // Starts a copy of `bytes` from global to shared memory, both 16-byte aligned and a multiple of 16, that completes as
 // many announced bytes of the barrier.
 __device__ __forceinline__ void bulk_copy(void* shared, const void* from, uint32_t bytes, uint64_t* barrier) {

@@ -36,6 +36,20 @@ inline bool aligned16(const Rows& rows) {
          rows.stride * static_cast<int64_t>(dtype_bytes(rows.dtype)) % 16 == 0;
 }
 
+// Room in scratch behind the shrunk values for arranged tokens, null if there is none.
+template <class Args>
+std::byte* token_room(const Args& args, size_t modules, size_t k) {
+  const size_t pairs = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k);
+  const size_t shrunk =
+      args.lora == nullptr ? 0 : pairs * modules * static_cast<size_t>(args.lora->rank_stride) * sizeof(float);
+  const size_t bytes = shrunk + expert_token_bytes(pairs, static_cast<size_t>(args.num_experts), k);
+  if (args.scratch == nullptr || args.scratch_bytes < bytes) {
+    return nullptr;
+  }
+  std::byte* const at = args.scratch + shrunk;
+  return at + (128 - reinterpret_cast<uintptr_t>(at) % 128) % 128;
+}
+
 // Fills in what both ops have in common. Returns the shrink, for the ways that have one; without adapters its `lora` is
 // null.
 template <class Args>
@@ -64,6 +78,9 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   p.out = out.data;
   p.out_stride = out.stride;
   p.out_f32 = out.dtype == Dtype::kF32;
+  p.token_room = token_room(args, x_by_pair ? 1 : 2, static_cast<size_t>(low.cols));
+  p.token_places = static_cast<int>(expert_token_places(
+      static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k), static_cast<size_t>(args.num_experts)));
   ExpertShrinkArgs shrink;
   if (args.lora == nullptr) {
     return shrink;
@@ -145,8 +162,8 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     path = ExpertPath::kAuto;
   }
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
-  const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
-                    (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
+  const bool many =
+      is_many_tokens(path) || (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
     const bool wgmma = path != ExpertPath::kManyTokensMma && has_expert_prefill_sm90<GATE_UP, Source>(state);
     if (shrink.lora != nullptr) {
@@ -154,7 +171,7 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
       shrink_many.out_bf16 = wgmma;
       lora_shrink_experts_cuda(shrink_many, stream);
     }
-    return wgmma ? launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, num_experts, state)
+    return wgmma ? launch_expert_prefill_sm90<GATE_UP, Source>(p, path, num_pairs, num_experts, state)
                  : launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
   bool all_deltas = false;

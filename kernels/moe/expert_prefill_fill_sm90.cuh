@@ -4,8 +4,10 @@
 #pragma once
 
 #include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
+#include "kernels/moe/expert_tokens.cuh"
 
 namespace moelora::sm90 {
 
@@ -61,16 +63,31 @@ __device__ __forceinline__ void arrive_done(Shared& shared, uint32_t nth) {
   }
 }
 
-__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
-                                          int item) {
-  const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
+// The blocks of a cluster take an item together: the same tokens and neighbouring row blocks. Past the last one a block
+// only keeps step with the others.
+template <int BLOCKS>
+__device__ __forceinline__ int first_item() {
+  return static_cast<int>(blockIdx.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ int item_step() {
+  return static_cast<int>(gridDim.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ int row_groups(const ExpertGemm& p) {
+  return (p.row_tiles + BLOCKS * kRowTiles - 1) / (BLOCKS * kRowTiles);
+}
+template <int BLOCKS>
+__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int item) {
+  const PrefillWork found = find_work(p, tiles, active, row_groups<BLOCKS>(p), item);
   const int least = (found.end - found.begin + found.token_tiles - 1) / found.token_tiles;
   const int width = (least + kWidthStep - 1) / kWidthStep * kWidthStep;
   Work work;
   work.expert = found.expert;
-  work.row_block = found.row_block;
+  work.row_block = found.row_block * BLOCKS + (BLOCKS == 1 ? 0 : cluster_block());
   work.pair = found.begin + found.token_tile * width;
   work.count = min(found.end - work.pair, width);
+  work.place = token_place(work.pair, work.expert, found.begin);
   return work;
 }
 
@@ -111,10 +128,49 @@ struct RingWriter {
     async_arrive(&shared.full[at.stage]);
     at.advance();
   }
+  // Asks for a block's `count` tokens, which lie in one piece, in the stage that wait_empty() gave. By one thread, of
+  // each block of the cluster: it brings its share to all of them. The stage is full after an arrival of it, too.
+  template <int BLOCKS>
+  __device__ __forceinline__ void ask_tokens(std::byte* to, const std::byte* from, int count) const {
+    uint64_t* const full = &shared.full[at.stage];
+    mbarrier_expect(full, static_cast<uint32_t>(count * kRowBytes));
+    if constexpr (BLOCKS == 1) {
+      bulk_copy(to, from, static_cast<uint32_t>(count * kRowBytes), full);
+    } else {
+      const int share = (count + BLOCKS - 1) / BLOCKS;
+      const int first = share * cluster_block() * kRowBytes;
+      const int bytes = min(share * kRowBytes, count * kRowBytes - first);
+      if (bytes > 0) {
+        bulk_copy_to_blocks(to + first, from + first, static_cast<uint32_t>(bytes), full, (1 << BLOCKS) - 1);
+      }
+    }
+  }
 };
 
 // --- Weights. A filler of weights brings blocks of an item into stages, in turn: start() says which item comes next,
 // while the one before it may still have a block to store.
+
+// Writes a block of TILES row tiles into a stage, from the first one's rows on. Four rows' pieces would share banks two
+// and two: lanes of odd rows take their second pieces first.
+template <int TILES, class Block>
+__device__ __forceinline__ void store_tiles(const Block (&block)[TILES], std::byte* rows) {
+  const int g = lane_index() / 4;
+  const bool odd = g % 2 != 0;
+  const uint32_t order = odd ? 0x2301u : 0x3210u;
+  std::byte* const to = rows + g * kRowBytes;
+  const int first = (lane_index() % 4 ^ g ^ (odd ? 4 : 0)) * 16;
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const uint4 data = block[i].data;
+    const Mxfp4Scales scales(__byte_perm(block[i].scales, 0, order));
+    std::byte* low = to + i * 16 * kRowBytes;
+    std::byte* high = low + 8 * kRowBytes;
+    *reinterpret_cast<uint4*>(low + first) = expand_mxfp4(odd ? data.z : data.x, scales.pair(0));
+    *reinterpret_cast<uint4*>(high + first) = expand_mxfp4(odd ? data.w : data.y, scales.pair(2));
+    *reinterpret_cast<uint4*>(low + (first ^ 64)) = expand_mxfp4(odd ? data.x : data.z, scales.pair(1));
+    *reinterpret_cast<uint4*>(high + (first ^ 64)) = expand_mxfp4(odd ? data.y : data.w, scales.pair(3));
+  }
+}
 
 // MXFP4 tiles: a warp takes kTilesPerWarp row tiles. A lane's words are 8 inputs each, hence one piece of an operand's
 // row.
@@ -139,25 +195,9 @@ struct TilesFiller {
       source[i].load(next[i], b);
     }
   }
-  // Four rows' pieces would share banks two and two: lanes of odd rows take their second pieces first.
   static __device__ __forceinline__ void store(const typename Source::Block (&block)[kTilesPerWarp], std::byte* stage,
                                                int thread) {
-    const int g = lane_index() / 4;
-    const bool odd = g % 2 != 0;
-    const uint32_t order = odd ? 0x2301u : 0x3210u;
-    std::byte* to = stage + thread / 32 * kTilesPerWarp * 16 * kRowBytes + g * kRowBytes;
-    const int first = (lane_index() % 4 ^ g ^ (odd ? 4 : 0)) * 16;
-#pragma unroll
-    for (int i = 0; i < kTilesPerWarp; ++i) {
-      const uint4 data = block[i].data;
-      const Mxfp4Scales scales(__byte_perm(block[i].scales, 0, order));
-      std::byte* low = to + i * 16 * kRowBytes;
-      std::byte* high = low + 8 * kRowBytes;
-      *reinterpret_cast<uint4*>(low + first) = expand_mxfp4(odd ? data.z : data.x, scales.pair(0));
-      *reinterpret_cast<uint4*>(high + first) = expand_mxfp4(odd ? data.w : data.y, scales.pair(2));
-      *reinterpret_cast<uint4*>(low + (first ^ 64)) = expand_mxfp4(odd ? data.x : data.z, scales.pair(1));
-      *reinterpret_cast<uint4*>(high + (first ^ 64)) = expand_mxfp4(odd ? data.y : data.w, scales.pair(3));
-    }
+    store_tiles(block, stage + thread / 32 * kTilesPerWarp * 16 * kRowBytes);
   }
 };
 
@@ -251,7 +291,7 @@ struct AdapterRows {
   }
 };
 
-template <bool GATE_UP, class Source>
+template <bool GATE_UP, class Source, int BLOCKS>
 struct WeightWarps {
   using Filler = typename FillerOf<GATE_UP, Source>::Filler;
   const ExpertGemm& p;
@@ -296,16 +336,16 @@ struct WeightWarps {
     }
   }
   __device__ __forceinline__ void fill_all() {
-    const int grid = static_cast<int>(gridDim.x);
-    int item = static_cast<int>(blockIdx.x);
+    const int step = item_step<BLOCKS>();
+    int item = first_item<BLOCKS>();
     if (Filler::kAhead && item < shared.items) {
       filler.start(p, wait_described(shared, 0), thread());
     }
-    for (; item < shared.items; item += grid) {
+    for (; item < shared.items; item += step) {
       if (!Filler::kAhead) {
         filler.start(p, wait_described(shared, nth), thread());
       }
-      fill_blocks(item + grid >= shared.items);
+      fill_blocks(item + step >= shared.items);
       if (p.lora.row_slot != nullptr) {
         copy_steps(shared.work[nth % 2]);
       }
@@ -336,7 +376,7 @@ struct CopyRows {
   }
 };
 
-template <bool GATE_UP>
+template <bool GATE_UP, int BLOCKS>
 struct GatherWarp {
   const ExpertGemm& p;
   Shared& shared;
@@ -374,13 +414,27 @@ struct GatherWarp {
       ring.publish_copies();
     }
   }
+  // The same, of arranged tokens.
+  __device__ __forceinline__ void copy_arranged(const Work& work) {
+    const std::byte* from = p.tokens + int64_t{work.place} * kRowBytes;
+    for (int b = 0; b < p.k_blocks; ++b) {
+      std::byte* const to = ring.wait_empty() + kWeightBytes;
+      if (lane_index() == 0) {
+        ring.template ask_tokens<BLOCKS>(to, from, work.count);
+      }
+      ring.publish();
+      from += int64_t{p.token_places} * kRowBytes;
+    }
+  }
   // The steps. A lane's piece is the same panel for all tokens: its own adapter's shrunk values, zeros of the others,
   // whose addresses are of no matter.
   __device__ __forceinline__ void copy_steps(const Work& work) {
     constexpr int kModules = GATE_UP ? 2 : 1;
     const TileTokens& tokens = shared.tokens[nth % 2];
-    const int piece = lane_index() % 8;
-    const int row = lane_index() / 8 * 4;
+    int lane = lane_index();
+    asm volatile("" : "+r"(lane));  // so that no register keeps across items what follows from it
+    const int piece = lane % 8;
+    const int row = lane / 8 * 4;
     const int stride = p.lora.rank_stride / 8;  // chunks
     const auto* const shrunk =
         reinterpret_cast<const uint4*>(p.lora.shrunk) + int64_t{work.pair + row} * kModules * stride;
@@ -426,9 +480,13 @@ struct GatherWarp {
     }
   }
   __device__ __forceinline__ void fill_all() {
-    for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
+    for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
       const Work work = wait_described(shared, nth);
-      copy_blocks(work);
+      if (p.tokens != nullptr) {
+        copy_arranged(work);
+      } else {
+        copy_blocks(work);
+      }
       if (p.lora.row_slot != nullptr) {
         copy_steps(work);
       }
@@ -458,11 +516,11 @@ __device__ __forceinline__ void ask_weights_into_l2(const ExpertGemm& p, const W
   prefetch_l2_bulk(p.scales[work.expert] + tile * scale_bytes, scale_bytes);
 }
 
-template <bool GATE_UP, class Source>
-__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared, int row_blocks) {
+template <bool GATE_UP, class Source, int BLOCKS>
+__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared) {
   uint32_t nth = 0;
-  for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
-    const Work work = find_tile(p, shared.tiles, shared.active, row_blocks, item);
+  for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
+    const Work work = find_tile<BLOCKS>(p, shared.tiles, shared.active, item);
     if constexpr (FillerOf<GATE_UP, Source>::Filler::kAhead) {
       ask_weights_into_l2<GATE_UP>(p, work);
     }

@@ -30,6 +30,7 @@ struct Work {
   int row_block;
   int pair;   // first sorted pair of the token tile
   int count;  // tokens, > 0
+  int place;  // of the first pair among arranged tokens
 };
 
 // A module of an adapter of a tile, with at least one panel.
@@ -98,6 +99,10 @@ __device__ __forceinline__ void locate_entry(const ExpertGemm& p, const Work& wo
   const int panels = (record.rank + kTileRanks - 1) / kTileRanks;
   const int first = record.b + kItemColumnTiles<GATE_UP> * work.row_block * panels;
   const int count = panels * item_column_tiles<GATE_UP>(p, work);
+  if (count <= 0) {  // a block without rows: its stages get zeros
+    entry.shape = entry_shape(0, panels, module);
+    return;
+  }
   const int page = first / table.page_granules;
   const auto page_begin = [&](int index) {
     const int nth = index - record.b / table.page_granules;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_gate_up on CUDA: two launches. The shrink of the adapters' rows (kernels/lora/lora_shrink_cuda.h), then one
 // kernel that gathers the tokens, multiplies them with gate and up, adds the expanded LoRA, its bias and the experts'
-// bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
-// copy of x is never made. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from
-// some tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many:
-// expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
+// bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory. At most 8 rows:
+// kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some tokens an expert on and for MXFP4,
+// expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh, where scratch allows it with a
+// sorted copy of x (expert_tokens.cuh), or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
 // With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh; another way, for now at a
 // caller's wish, is expert_delta_stream.cuh); where there are no clusters, shrink and expand
 // (kernels/moe/expert_expand.cuh) are two.

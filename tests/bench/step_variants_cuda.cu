@@ -102,6 +102,10 @@ constexpr NamedPaths kWays[] = {
     {"experts: stream, no clusters", {LinearPath::kAuto, kBlocks, kBlocks}},
     {"linear: shrink before", {LinearPath::kShrinkFirst, kAny, kAny}},
     {"linear: shrink beside", {LinearPath::kShrinkBeside, kAny, kAny}},
+    {"experts: tokens gathered", {LinearPath::kAuto, ExpertPath::kManyTokensGather, ExpertPath::kManyTokensGather}},
+    {"experts: tokens in bulk", {LinearPath::kAuto, ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensBulk}},
+    {"experts: tokens for pairs", {LinearPath::kAuto, ExpertPath::kManyTokensPairs, ExpertPath::kManyTokensPairs}},
+    {"linear: product when x is there", {LinearPath::kProductWithX, kAny, kAny}},
     {"linear and experts beside", {LinearPath::kShrinkBeside, kBeside, kBeside}},
     {"router: three launches", {.router = RouterPath::kApart}},
 };

@@ -222,7 +222,7 @@ class DeviceMoe {
     const bool may_choose =
         path == ExpertPath::kAuto || path == ExpertPath::kFewRowsTail || path == ExpertPath::kFewRowsBeside;
     const bool is_many = pairs() >= static_cast<size_t>(kManyTokensPerExpert) * static_cast<size_t>(shape.experts);
-    return major == 9 && (path == ExpertPath::kManyTokens || (may_choose && is_many));
+    return major == 9 && (((is_many_tokens(path) && path != ExpertPath::kManyTokensMma) || (may_choose && is_many)));
   }
   // The largest value that an adapter's B may have there: infinity, where rows of others do not see it.
   [[nodiscard]] float largest_b(ExpertPath path) const {
@@ -256,7 +256,8 @@ class DeviceMoe {
   bool intact = true;   // nothing outside of the results was written
   int32_t repeats = 1;  // of an op, one behind the other
   bool counts = false;
-  size_t launches = 0;  // of the last run's op, if it counts
+  bool room_for_tokens = true;  // in scratch, for arranged tokens
+  size_t launches = 0;          // of the last run's op, if it counts
 
  private:
   // What is expected is remembered until the next use(), but for rounded values.
@@ -348,7 +349,11 @@ class DeviceMoe {
   }
   [[nodiscard]] size_t scratch_bytes(size_t modules) const {
     const auto rows = static_cast<size_t>(modules == 2 ? shape.intermediate : shape.hidden);
-    return lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, static_cast<size_t>(lora->rank_stride), rows);
+    const auto width = static_cast<size_t>(modules == 2 ? shape.hidden : shape.intermediate);
+    const size_t rank_stride = lora == nullptr ? 0 : static_cast<size_t>(lora->rank_stride);
+    const size_t tokens = expert_token_bytes(pairs(), static_cast<size_t>(shape.experts), width);
+    return std::max(lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, rank_stride, rows),
+                    room_for_tokens ? pairs() * modules * rank_stride * sizeof(float) + tokens : 0);
   }
   std::vector<float> finish(const DeviceBuffer& out, Dtype dtype, int32_t width, const DeviceBuffer& scratch) {
     const std::vector<float> all = read_rows(out, dtype);

@@ -141,6 +141,29 @@ TEST_CASE("moe_gate_up_cuda of every number of tokens an expert") {
   check_adapters({560, 2, 4, 200, 1032}, Store::kAlternatingRows, ++seed);
 }
 
+// Without scratch for them, tokens are gathered, to the same bits.
+TEST_CASE("moe_gate_up_cuda of many tokens without room to arrange them") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    DeviceMoe moe({100, 2, 4, 96, 72}, store, true, 250);
+    moe.set_adapters(all_kinds(moe), 250);
+    moe.use(slots_modulo(moe.shape.rows, 5), {});
+    const std::vector<float> gathered =
+        moe.run_gate_up(ExpertPath::kManyTokensGather, MoeActivation::kSilu, Dtype::kF32);
+    for (const bool room : {true, false}) {
+      moe.room_for_tokens = room;
+      for (const ExpertPath path :
+           {ExpertPath::kManyTokens, ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensPairs}) {
+        INFO(describe(moe.shape, store, path) << (room ? " with" : " without") << " room");
+        CHECK(same_bits(gathered, moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32)));
+        CHECK(moe.intact);
+      }
+    }
+  }
+}
+
 TEST_CASE("moe_gate_up_cuda with all rows on one expert, each with an adapter of its own") {
   if (gpu() == nullptr) {
     return;

@@ -13,7 +13,10 @@ namespace {
 constexpr int32_t kAllBits = kGateBit | kUpBit | kDownBit;
 
 void check(DeviceMoe& moe) {
-  for (const ExpertPath path : {ExpertPath::kManyTokens, ExpertPath::kManyTokensMma}) {
+  for (const ExpertPath path : kPaths) {
+    if (!is_many_tokens(path)) {
+      continue;
+    }
     INFO(describe(moe.shape, moe.store, path));
     if (moe.store != Store::kTiles || moe.shape.hidden % 32 == 0) {
       for (const MoeActivation activation : {MoeActivation::kSilu, MoeActivation::kClampedSwiglu}) {

@@ -9,9 +9,16 @@
 
 namespace moelora::test {
 
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,          ExpertPath::kFewTokens,      ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart, ExpertPath::kFewRowsBeside,
-                                 ExpertPath::kFewTokensBlocks};
+constexpr ExpertPath kPaths[] = {ExpertPath::kAuto,
+                                 ExpertPath::kFewTokens,
+                                 ExpertPath::kManyTokens,
+                                 ExpertPath::kManyTokensMma,
+                                 ExpertPath::kFewTokensApart,
+                                 ExpertPath::kFewRowsBeside,
+                                 ExpertPath::kFewTokensBlocks,
+                                 ExpertPath::kManyTokensGather,
+                                 ExpertPath::kManyTokensBulk,
+                                 ExpertPath::kManyTokensPairs};
 
 struct MoeShape {
   int32_t rows, top_k, experts, hidden, intermediate;
@@ -26,7 +33,10 @@ inline std::string describe(const MoeShape& shape, Store store, ExpertPath path)
                          "many by mma.sync",
                          "few, shrink and expand apart",
                          "few rows, shrink beside",
-                         "few, deltas without clusters"};
+                         "few, deltas without clusters",
+                         "many, gathered",
+                         "many, in bulk",
+                         "many, in pairs"};
   return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
          " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
          " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
