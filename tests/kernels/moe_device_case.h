@@ -219,8 +219,7 @@ class DeviceMoe {
   [[nodiscard]] bool rounds_shrunk(ExpertPath path) const {
     int major = 0;
     REQUIRE(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess);
-    const bool may_choose =
-        path == ExpertPath::kAuto || path == ExpertPath::kFewRowsTail || path == ExpertPath::kFewRowsBeside;
+    const bool may_choose = path == ExpertPath::kAuto || path == ExpertPath::kFewRowsBeside;
     const bool is_many = pairs() >= static_cast<size_t>(kManyTokensPerExpert) * static_cast<size_t>(shape.experts);
     return major == 9 && (((is_many_tokens(path) && path != ExpertPath::kManyTokensMma) || (may_choose && is_many)));
   }
