@@ -2,13 +2,13 @@
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
 // otherwise as up to 8; each one launch for all parts. One row's shrink is in the same launch
-// (kernels/dense/linear_beside.cuh). What is streamed begins before the shrink has x, so that its weights are under
-// way. A very wide part (lm_head) stays with the former up to 32 rows. More rows: cuBLASLt per part, with the bias if
-// it takes it, then one launch adds LoRA to the rows that have adapters, and a bias that is left. A bf16 output is then
-// rounded before they are added and once more after. Without cuBLASLt the kernel for few rows takes them in tiles. Sums
-// over K are ordered by the shape of the op; whether a batch has adapters never matters. A row takes nothing from the
-// adapters of others: a delta is added where the row has one, not multiplied by zero where it has none. H200, us: 64
-// rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1 row of the latter q k v 12.2, o 9.3.
+// (kernels/dense/linear_beside.cuh). A very wide part (lm_head) stays with the former up to 32 rows. More rows:
+// cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters, and a bias
+// that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt the kernel
+// for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has adapters never
+// matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not multiplied by
+// zero where it has none. H200, us: 64 rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1
+// row of the latter q k v 12.2, o 9.3.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>

@@ -9,27 +9,28 @@
 //         that arranges them (kernels/moe/expert_tokens.cuh), and then it expands weights, too
 //         (kernels/moe/expert_prefill_tiles_sm90.cuh); without scratch for that it gathers them (asynchronous copies).
 //         Warp 3 says which tokens and adapters the next item has, and asks its weights into the L2.
-// Two blocks, a cluster, take neighbouring rows and the same tokens: each brings half of them to both, so that the L2
-// delivers them once. A stage is empty when both have read it.
-// A fourth warpgroup would leave too few registers for products of 256 tokens: ptxas refuses an instruction that does
-// not fit into the registers that the block is started with.
-// An expert's tokens are cut into tiles of nearly equal widths: as few tiles as 256 tokens allow, and products of as
-// many tokens as the tile has, since wgmma costs time by that number in steps of 16. A tile's LoRA is further blocks
-// (kernels/moe/expert_prefill_tile.cuh), copied asynchronously by the same warps, as far ahead as all others; a tile
-// without adapted tokens has none of them.
-// Limited by the tensor cores, then by shared memory: a block of 128 x 256 x 64 takes 1,024 cycles of the former, and
-// moves 128 KB at 128 bytes a cycle. Measured (H200, gate_up of gpt-oss's shape, 4096 rows, 1,243 us = 437 TFLOP/s):
-// tensor cores 47 % busy, issue slots 26 %.
-// Tried: weights as the operand in registers, copied and expanded by the warps that multiply, tiles of 96, 144 or 192
-// tokens of one width a launch: gate_up 1,398 us = 389 TFLOP/s, of Qwen3-30B-A3B's shape 667 us (535 now). Such a warp
-// took about 1,500 cycles a block for 176 instructions, of which 192 tokens need 768 of the tensor cores. So built:
-// tiles of 256 tokens with 224 registers a thread 1,457 and 733 us; all products of a block started before the next
-// weights are expanded 331 TFLOP/s, tensor cores 38 % busy; one launch for all widths, by parts of 128, 64, 32 and 32
-// tokens, the same; tokens through registers, their words put into the order of the weights' chunks on the way to
-// shared memory, 870 instructions a block and warp, 138 TFLOP/s (2048 rows). LoRA through registers, a step for every
-// adapter, module and 32 ranks, fp32 values split into a high and a low part on the way to shared memory: the ring ran
-// dry at the end of every item, gate_up with one adapter of rank 32 1,502 us with its shrink of 75. A last step with
-// fewer products: with a branch between the products of a block ptxas makes each wait for the one before.
+// With MXFP4 two blocks, a cluster, take neighbouring rows and the same tokens: each brings half of them to both, so
+// that the L2 delivers them once. A stage is empty when both have read it. A fourth warpgroup would leave too few
+// registers for products of 256 tokens: ptxas refuses an instruction that does not fit into the registers that the
+// block is started with. An expert's tokens are cut into tiles of nearly equal widths: as few tiles as 256 tokens
+// allow, and products of as many tokens as the tile has, since wgmma costs time by that number in steps of 16. A tile's
+// LoRA is further blocks (kernels/moe/expert_prefill_tile.cuh), copied asynchronously by the same warps, as far ahead
+// as all others; a tile without adapted tokens has none of them. Limited by the tensor cores, then by shared memory: a
+// block of 128 x 256 x 64 takes 1,024 cycles of the former, and moves 128 KB at 128 bytes a cycle. Measured (H200, 4096
+// rows, with the launch that arranges tokens): gate_up of gpt-oss's shape 1,106 us = 491 TFLOP/s, down 612 us; with
+// gathered tokens 1,246 us (tensor cores 47 % busy, issue slots 26 %, the L2 at 4.9 TB/s) and 668. Two layers of a
+// step, tokens gathered, in bulk, in bulk for pairs of blocks: 5,767, 5,598 and 5,490 us; of Qwen3-30B-A3B's shape
+// 3,992, 3,593 and 3,643, hence no pairs for bf16 rows. Tried: weights as the operand in registers, copied and expanded
+// by the warps that multiply, tiles of 96, 144 or 192 tokens of one width a launch: gate_up 1,398 us = 389 TFLOP/s, of
+// Qwen3-30B-A3B's shape 667 us (535 now). Such a warp took about 1,500 cycles a block for 176 instructions, of which
+// 192 tokens need 768 of the tensor cores. So built: tiles of 256 tokens with 224 registers a thread 1,457 and 733 us;
+// all products of a block started before the next weights are expanded 331 TFLOP/s, tensor cores 38 % busy; one launch
+// for all widths, by parts of 128, 64, 32 and 32 tokens, the same; tokens through registers, their words put into the
+// order of the weights' chunks on the way to shared memory, 870 instructions a block and warp, 138 TFLOP/s (2048 rows).
+// LoRA through registers, a step for every adapter, module and 32 ranks, fp32 values split into a high and a low part
+// on the way to shared memory: the ring ran dry at the end of every item, gate_up with one adapter of rank 32 1,502 us
+// with its shrink of 75. A last step with fewer products: with a branch between the products of a block ptxas makes
+// each wait for the one before.
 #pragma once
 
 #include <algorithm>
@@ -241,7 +242,9 @@ void launch_expert_prefill_sm90(ExpertGemm p, ExpertPath path, int64_t num_pairs
     launch_arrange_tokens<GATE_UP>(p, num_pairs, num_experts, state);
     p.tokens = p.token_room;
   }
-  if (p.tokens != nullptr && path != ExpertPath::kManyTokensBulk) {
+  constexpr bool kTiles = sm90::FillerOf<GATE_UP, Source>::Filler::kAhead;
+  const bool pairs = path == ExpertPath::kManyTokensPairs || (kTiles && path != ExpertPath::kManyTokensBulk);
+  if (p.tokens != nullptr && pairs) {
     launch_expert_prefill_clusters<GATE_UP, Source, 2>(p, num_pairs, num_experts, state);
   } else {
     launch_expert_prefill_clusters<GATE_UP, Source, 1>(p, num_pairs, num_experts, state);

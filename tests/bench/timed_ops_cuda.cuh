@@ -47,17 +47,15 @@ struct Recorder {
 };
 inline Recorder* recorder = nullptr;
 
+// By shape: ops are not told of modules that no adapter has.
 inline std::string linear_name(const LinearArgs& args) {
-  switch (args.parts[0].module) {
-    case LoraModule::kQ:
-      return "linear q, k, v";
-    case LoraModule::kO:
-      return "linear o";
-    case LoraModule::kNone:
-      return "linear lm_head";
-    default:
-      return "linear of the MLP";
+  if (args.num_parts == 3) {
+    return "linear q, k, v";
   }
+  if (args.num_parts == 2) {
+    return "linear of the MLP";
+  }
+  return args.accumulate ? "linear o" : "linear lm_head";
 }
 
 inline Kernels timed_kernels() {

@@ -172,10 +172,10 @@ void check_router(const Shape& shape, const std::vector<int32_t>& row_slot) {
     const Outputs out(shape);
     const MoeRouterArgs args = router_args(shape, in, out, device_slots);
     if (run == 0) {
-      const size_t launches = launches_of([&] { moe_router_cuda(args, *gpu()->stream); });
+      const size_t launches = launches_of([&] { moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream); });
       CHECK((launches == 1) == in_one(shape));
     }
-    moe_router_cuda(args, *gpu()->stream);
+    moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream);
     check_same(out, apart);
     CHECK(out.intact());
     check_order(out.order, out.ids.read<int32_t>(), row_slot, shape.top_k, shape.num_experts, true);
@@ -242,7 +242,7 @@ TEST_CASE("moe_router_cuda: a row keeps its bits beside NaN and beside adapters 
     INFO(text(shape));
     Inputs in(shape);
     const Outputs base(shape);
-    moe_router_cuda(router_args(shape, in, base, nullptr), *gpu()->stream);
+    moe_router_cuda_by(RouterPath::kOne, router_args(shape, in, base, nullptr), *gpu()->stream);
     const std::vector<float> before = base.logits.values();
     const auto same_row = [&](const Outputs& out, int32_t t) {
       const auto at = static_cast<size_t>(t * shape.num_experts);
@@ -264,13 +264,13 @@ TEST_CASE("moe_router_cuda: a row keeps its bits beside NaN and beside adapters 
     args.router.lora = lora;
     args.router.scratch = scratch.as<std::byte>();
     args.router.scratch_bytes = scratch.size();
-    moe_router_cuda(args, *gpu()->stream);
+    moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream);
     std::fill_n(in.hidden.begin() + shape.width, shape.width, std::numeric_limits<float>::quiet_NaN());
     const DeviceRows hidden(shape.num_rows, shape.width, Dtype::kF32, in.hidden);
     const Outputs poisoned(shape);
     args = router_args(shape, in, poisoned, nullptr);
     args.norm.x = hidden.view();
-    moe_router_cuda(args, *gpu()->stream);
+    moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream);
     for (int32_t t = 0; t < shape.num_rows; ++t) {
       INFO("row " << t);
       CHECK(same_row(mixed, t) == (t != 1));
@@ -288,9 +288,9 @@ TEST_CASE("moe_router_cuda of no rows writes nothing, and refuses what it cannot
   const Outputs out(some);
   MoeRouterArgs args = router_args(some, in, out, nullptr);
   args.norm.num_rows = args.router.num_rows = args.route.topk.num_rows = 0;
-  moe_router_cuda(args, *gpu()->stream);
+  moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream);
   CHECK(out.order.num_segments.read<int32_t>()[0] == -1);
   args = router_args(some, in, out, nullptr);
   args.norm.x.dtype = Dtype::kF16;
-  CHECK_THROWS_AS(moe_router_cuda(args, *gpu()->stream), Error);
+  CHECK_THROWS_AS(moe_router_cuda_by(RouterPath::kOne, args, *gpu()->stream), Error);
 }
