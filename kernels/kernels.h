@@ -17,6 +17,7 @@
 #include "kernels/moe/moe_down.h"
 #include "kernels/moe/moe_gate_up.h"
 #include "kernels/moe/moe_route.h"
+#include "kernels/moe/moe_router.h"
 #include "kernels/moe/moe_sort.h"
 #include "kernels/moe/mxfp4_tiles.h"
 #include "kernels/moe/router_topk.h"
@@ -34,7 +35,8 @@ struct Kernels {
   void (*paged_attention)(const PagedAttentionArgs&, Stream&);
   void (*router_topk)(const RouterTopkArgs&, Stream&);
   void (*moe_sort)(const MoeSortArgs&, Stream&);
-  void (*moe_route)(const MoeRouteArgs&, Stream&);  // both of these
+  void (*moe_route)(const MoeRouteArgs&, Stream&);    // both of these
+  void (*moe_router)(const MoeRouterArgs&, Stream&);  // rms_norm, linear and moe_route
   void (*moe_gate_up)(const MoeGateUpArgs&, Stream&);
   void (*moe_down)(const MoeDownArgs&, Stream&);
   void (*moe_combine)(const MoeCombineArgs&, Stream&);

@@ -12,6 +12,7 @@ const Kernels& kernels_cpu() {
     kernels.linear = linear_simd;
     kernels.swiglu = swiglu_simd;
     kernels.paged_attention = paged_attention_simd;
+    kernels.moe_router = moe_router_simd;
     kernels.moe_gate_up = moe_gate_up_simd;
     kernels.moe_down = moe_down_simd;
     kernels.moe_combine = moe_combine_simd;

@@ -16,6 +16,7 @@ const Kernels& kernels_cuda() {
       .router_topk = router_topk_cuda,
       .moe_sort = moe_sort_cuda,
       .moe_route = moe_route_cuda,
+      .moe_router = moe_router_cuda,
       .moe_gate_up = moe_gate_up_cuda,
       .moe_down = moe_down_cuda,
       .moe_combine = moe_combine_cuda,

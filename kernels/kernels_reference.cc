@@ -17,6 +17,7 @@ const Kernels& kernels_reference() {
       .router_topk = router_topk_cpu,
       .moe_sort = moe_sort_cpu,
       .moe_route = moe_route_cpu,
+      .moe_router = moe_router_cpu,
       .moe_gate_up = moe_gate_up_cpu,
       .moe_down = moe_down_cpu,
       .moe_combine = moe_combine_cpu,

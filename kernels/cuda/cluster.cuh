@@ -62,6 +62,31 @@ __device__ __forceinline__ T* in_block(T* object, int rank) {
 #endif
 }
 
+// An arrival at the same barrier (kernels/cuda/mbarrier.cuh) of another block.
+__device__ __forceinline__ void mbarrier_arrive_at(uint64_t* barrier, int block) {
+#ifdef MOELORA_CLUSTERS
+  asm volatile(
+      "{\n"
+      ".reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(block)
+      : "memory");
+#endif
+}
+// bulk_copy() to the same place of every block whose bit is set in `blocks`; the bytes count at the barrier of each.
+__device__ __forceinline__ void bulk_copy_to_blocks(void* shared, const void* from, uint32_t bytes, uint64_t* barrier,
+                                                    uint16_t blocks) {
+#ifdef MOELORA_CLUSTERS
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], "
+      "%4;" ::"r"(shared_address(shared)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "h"(blocks)
+      : "memory");
+#endif
+}
+
 // In shared memory. A phase ends when all arrivals and all announced bytes are there; phase n has parity n % 2.
 class ClusterBarrier {
  public:
@@ -86,12 +111,20 @@ class ClusterBarrier {
   }
   // Until the phase of this parity has ended (mbarrier_wait).
   __device__ __forceinline__ void wait(uint32_t parity) { mbarrier_wait(&state_, parity); }
-  // 16 bytes to the same place in the shared memory of `block`, counted by its barrier.
+  // 16 or 4 bytes to the same place in the shared memory of `block`, counted by its barrier.
   __device__ __forceinline__ void send(float4* to, int block, const float4& value) {
 #ifdef MOELORA_CLUSTERS
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                      at(shared_address(to), block)),
                  "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(at(own(), block))
+                 : "memory");
+#endif
+  }
+  __device__ __forceinline__ void send(float* to, int block, float value) {
+#ifdef MOELORA_CLUSTERS
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                     at(shared_address(to), block)),
+                 "f"(value), "r"(at(own(), block))
                  : "memory");
 #endif
   }

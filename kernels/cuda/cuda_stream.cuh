@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "kernels/base/stream.h"
 
@@ -18,6 +19,8 @@ struct CudaStream {
   int num_sms = 0;
   int compute_capability = 0;       // 10 * major + minor
   DenseGemm* dense_gemm = nullptr;  // cuBLASLt; null where the library is not installed
+  // Device memory, two words, zero between kernels (kernels/cuda/counter.cuh); null on streams for copies.
+  uint32_t* counters = nullptr;
   // Page-locked memory that kernels write results to and the host reads after synchronising.
   std::byte* pinned = nullptr;
   size_t pinned_bytes = 0;

@@ -16,7 +16,8 @@ namespace {
 
 constexpr size_t kPinnedBytes = size_t{8} << 20;       // results of the sampler, logits that it takes to the host
 constexpr size_t kHostScratchBytes = size_t{7} << 20;  // of a vocabulary of half a million; touched as far as needed
-constexpr size_t kStagingBytes = size_t{16} << 20;     // half of what copy_to_device keeps in flight
+constexpr size_t kCounterBytes = 2 * sizeof(uint32_t);
+constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
 
 class GraphCuda final : public Graph {
  public:
@@ -37,6 +38,7 @@ class StreamCuda final : public Stream {
       cudaStreamSynchronize(state_->stream);
     }
     delete state_->dense_gemm;
+    cudaFree(state_->counters);
     cudaFreeHost(state_->pinned);
     std::free(state_->host_scratch);
     if (state_->stream != nullptr) {
@@ -142,6 +144,9 @@ class DeviceCuda final : public Device {
     state->host_scratch = static_cast<std::byte*>(std::aligned_alloc(64, kHostScratchBytes));
     state->host_scratch_bytes = state->host_scratch != nullptr ? kHostScratchBytes : 0;
     state->dense_gemm = DenseGemm::create().release();
+    check_cuda(cudaMalloc(&state->counters, kCounterBytes), "counters");
+    check_cuda(cudaMemset(state->counters, 0, kCounterBytes), "counters");
+    check_cuda(cudaStreamSynchronize(nullptr), "counters");
     return stream;
   }
 

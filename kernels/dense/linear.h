@@ -29,13 +29,22 @@ struct LinearArgs {
   int32_t k = 0;
   LinearPart parts[3];
   int32_t num_parts = 0;
-  bool accumulate = false;          // out += instead of out =
+  bool accumulate = false;  // out += instead of out =
   int32_t layer = 0;
   const LoraBatch* lora = nullptr;  // may be null
   Compute compute = Compute::kExact;
-  std::byte* scratch = nullptr;     // >= linear_scratch_bytes(...), 64-byte aligned
+  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(...), 64-byte aligned
   size_t scratch_bytes = 0;
 };
+
+// Whether any of the op's outputs can have a delta.
+inline bool has_lora(const LinearArgs& args) {
+  bool any = false;
+  for (int p = 0; p < args.num_parts; ++p) {
+    any = any || args.parts[p].module != LoraModule::kNone;
+  }
+  return args.lora != nullptr && any;
+}
 
 // Enough for any linear (and moe_gate_up, moe_down) op of `rows` rows of width `k` with `lora_rows`
 // adapter rows of rank <= `max_rank`: packed activations and the shrunk rows of three parts.
@@ -45,7 +54,9 @@ constexpr size_t linear_scratch_bytes(size_t rows, size_t k, size_t lora_rows, s
 
 inline double linear_flops(const LinearArgs& args) {
   double n = 0;
-  for (int p = 0; p < args.num_parts; ++p) n += args.parts[p].weight.rows;
+  for (int p = 0; p < args.num_parts; ++p) {
+    n += args.parts[p].weight.rows;
+  }
   return 2.0 * args.num_rows * args.k * n;
 }
 inline double linear_bytes(const LinearArgs& args) {
@@ -58,7 +69,7 @@ inline double linear_bytes(const LinearArgs& args) {
   return bytes;
 }
 
-void linear_cpu(const LinearArgs& args, Stream& stream);   // reference
+void linear_cpu(const LinearArgs& args, Stream& stream);  // reference
 void linear_simd(const LinearArgs& args, Stream& stream);
 void linear_cuda(const LinearArgs& args, Stream& stream);  // x bf16, out fp32 or bf16; weights bf16 or fp32
 

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear on CUDA. LoRA's shrink runs first (kernels/lora/lora_shrink_cuda.cu), into scratch.
 // Up to 8 rows: kernels/dense/linear_skinny.cuh; up to 64: kernels/dense/linear_stream.cuh where the GPU can,
-// otherwise as up to 8; each one launch for all parts. A very wide part (lm_head) stays with the former up to 32 rows.
-// More rows: cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters,
-// and a bias that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt
-// the kernel for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has
-// adapters never matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not
-// multiplied by zero where it has none.
-// H200, us: 64 rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1 row of the latter q k v
-// 12.2, o 9.3.
+// otherwise as up to 8; each one launch for all parts. One row's shrink is in the same launch
+// (kernels/dense/linear_beside.cuh). A very wide part (lm_head) stays with the former up to 32 rows. More rows:
+// cuBLASLt per part, with the bias if it takes it, then one launch adds LoRA to the rows that have adapters, and a bias
+// that is left. A bf16 output is then rounded before they are added and once more after. Without cuBLASLt the kernel
+// for few rows takes them in tiles. Sums over K are ordered by the shape of the op; whether a batch has adapters never
+// matters. A row takes nothing from the adapters of others: a delta is added where the row has one, not multiplied by
+// zero where it has none. H200, us: 64 rows of gpt-oss-20b q k v 22.4, o 16.0, of Qwen3-30B-A3B q k v 14.4, o 14.0; 1
+// row of the latter q k v 12.2, o 9.3.
 #include "kernels/dense/linear.h"
 
 #include <cuda_bf16.h>
@@ -18,8 +18,10 @@
 #include "kernels/cuda/dense_gemm.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/vec.cuh"
+#include "kernels/dense/linear_beside.cuh"
 #include "kernels/dense/linear_epilogue.cuh"
 #include "kernels/dense/linear_params.cuh"
+#include "kernels/dense/linear_path.h"
 #include "kernels/dense/linear_skinny.cuh"
 #include "kernels/dense/linear_stream.cuh"
 #include "kernels/lora/lora_shrink_cuda.h"
@@ -31,7 +33,11 @@ namespace {
 constexpr int SKINNY_ROWS = 64;
 constexpr int SKINNY_ROWS_LARGE = 32;
 constexpr int SKINNY_ROWS_ALONE = 8;  // beyond, linear_stream.cuh where the GPU can
-constexpr int WIDE_TILES = 2048;      // from so many tiles of 16 outputs on, a block takes two; without LoRA
+// Rows whose shrink is beside the product (H200, six layers as one graph, the gpt-oss shape: 1 row 694 us, with the
+// shrink before it 705; 2 rows 779 both; 4 rows 874 and 878; 8 rows 1,047 and 1,022; Qwen3-30B-A3B's, 1 row: 523 and
+// 545). Products that start before the shrink has x, and read x behind it: 735 us and 532.
+constexpr int BESIDE_ROWS = 1;
+constexpr int WIDE_TILES = 2048;  // from so many tiles of 16 outputs on, a block takes two; without LoRA
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
 constexpr unsigned ALL = 0xffffffffu;
@@ -111,8 +117,8 @@ int fill_parts(const LinearArgs& args, Params& common) {
   return tiles;
 }
 
-// Fills what LoRA needs and queues the shrink.
-void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
+// Fills what LoRA needs. Returns the shrink, without modules if there is none.
+DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   DenseShrinkArgs shrink;
   for (int i = 0; i < args.num_parts; ++i) {
     p.parts[i].module = -1;
@@ -123,7 +129,7 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
     }
   }
   if (shrink.num_modules == 0) {
-    return;
+    return shrink;
   }
   shrink.x = args.x;
   shrink.num_rows = args.num_rows;
@@ -135,7 +141,6 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   const size_t shrunk_bytes = static_cast<size_t>(args.num_rows) * static_cast<size_t>(shrink.num_modules) *
                               static_cast<size_t>(shrink.rank_stride) * sizeof(float);
   MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
-  lora_shrink_dense_cuda(shrink, stream);
   p.table = args.lora->table;
   p.row_slot = args.lora->row_slot;
   p.row_scale = args.lora->row_scale;
@@ -143,6 +148,29 @@ void prepare_lora(const LinearArgs& args, Params& p, Stream& stream) {
   p.num_modules = shrink.num_modules;
   p.rank_stride = shrink.rank_stride;
   p.layer = args.layer;
+  return shrink;
+}
+
+bool has_bf16_weights(const LinearArgs& args) {
+  bool all = true;
+  for (int i = 0; i < args.num_parts; ++i) {
+    all = all && args.parts[i].weight.dtype != Dtype::kF32;
+  }
+  return all;
+}
+
+// The whole of an op of few rows in one launch. False: nothing was launched.
+bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
+                     Stream& stream) {
+  const bool wanted = path == LinearPath::kShrinkBeside || (path == LinearPath::kAuto && args.num_rows <= BESIDE_ROWS);
+  if (!wanted || shrink.num_modules == 0 || args.num_rows > SKINNY_ROWS_ALONE || !has_bf16_weights(args)) {
+    return false;
+  }
+  Launch all(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    all.add(common.parts[i], 16);
+  }
+  return linear::launch_beside(all, shrink, args.scratch_bytes, cuda_state(stream));
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -158,20 +186,29 @@ void launch_epilogue(linear_epilogue::Params& epilogue, const Params& common, co
   linear_epilogue::launch(epilogue, state);
 }
 
-// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
-void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
-  const int rows = launch.params.num_rows;
+// Whether products of `rows` rows are streamed where the GPU can.
+bool is_streamed(int rows, bool large) {
+  return !large && rows > SKINNY_ROWS_ALONE && rows <= linear::kStreamRows;
+}
+
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise. `shrink`: ran before if it has modules.
+void launch_own(Launch& launch, bool large, bool wide, DenseShrinkArgs& shrink, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  launch.after_shrink = shrink.lets_next_early;
   if (wide) {
     linear::launch_skinny<2>(launch, state);
-  } else if (large || rows <= SKINNY_ROWS_ALONE || rows > linear::kStreamRows ||
-             !linear::launch_stream(launch, state)) {
+  } else if (!is_streamed(launch.params.num_rows, large) || !linear::launch_stream(launch, state)) {
+    if (launch.after_shrink) {  // only what is streamed can begin early: the same once more
+      shrink.lets_next_early = launch.after_shrink = false;
+      lora_shrink_dense_cuda(shrink, stream);
+    }
     linear::launch_skinny<1>(launch, state);
   }
 }
 
 }  // namespace
 
-void linear_cuda(const LinearArgs& args, Stream& stream) {
+void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
   MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
   if (args.num_rows == 0) {
@@ -179,8 +216,16 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  prepare_lora(args, common, stream);
+  DenseShrinkArgs shrink = prepare_lora(args, common);
+  if (launch_few_rows(path, args, common, shrink, stream)) {
+    return;
+  }
   const bool large = tiles >= WIDE_TILES;
+  if (shrink.num_modules > 0) {
+    shrink.lets_next_early = path != LinearPath::kProductWithX && is_streamed(args.num_rows, large) &&
+                             has_bf16_weights(args) && linear::can_stream(cuda_state(stream));
+    lora_shrink_dense_cuda(shrink, stream);
+  }
   const bool wide = large && common.num_modules == 0;
   const int skinny_rows = large ? SKINNY_ROWS_LARGE : SKINNY_ROWS;
   const CudaStream& state = cuda_state(stream);
@@ -210,7 +255,7 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    launch_own(skinny, large, wide, state);
+    launch_own(skinny, large, wide, shrink, stream);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);
@@ -219,6 +264,10 @@ void linear_cuda(const LinearArgs& args, Stream& stream) {
   if (epilogue.num_parts > 0) {
     launch_epilogue(epilogue, common, state);
   }
+}
+
+void linear_cuda(const LinearArgs& args, Stream& stream) {
+  linear_cuda_by(LinearPath::kAuto, args, stream);
 }
 
 }  // namespace moelora

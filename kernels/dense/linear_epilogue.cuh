@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // What linear adds to a product of many rows once it is in memory: out += delta + bias, in one pass over the rows that
-// get any of it. A warp takes 16 rows by 128 outputs: the rows' shrunk values are the 16-row operand of the tensor
-// cores, an adapter's B the other (kernels/cuda/mma_tile.cuh, its roles exchanged). Columns are dealt out so that a
-// lane ends up with four neighbouring outputs of two rows. All of the warp's outputs are on their way to shared memory
-// while the deltas are computed, 32 outputs at a time. Rows of several adapters take them one after the other; each row
-// takes the deltas of its own by selection. Outputs that are no whole, aligned groups of four fp32 go one by one.
-// Limited by reading and writing the outputs. Included by linear_cuda.cu.
+// get any of it. A warp takes 16 rows by 256 outputs in bf16 or 128 in fp32: the rows' shrunk values are the 16-row
+// operand of the tensor cores, an adapter's B the other (kernels/cuda/mma_tile.cuh, its roles exchanged). Columns are
+// dealt out so that a lane ends up with 16 bytes of neighbouring outputs of two rows. All of the warp's outputs are on
+// their way to shared memory while the deltas are computed, 32 outputs at a time, B a step ahead. Rows of several
+// adapters take them one after the other; each row takes the deltas of its own by selection. Outputs that are not all
+// of one type in whole, aligned groups of 16 bytes go one by one. Blocks begin with the last rows: what the product
+// wrote last is still in the L2, and whoever reads the outputs next begins with what was written here last. Limited by
+// reading and writing the outputs. Included by linear_cuda.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,19 +27,32 @@ namespace moelora::linear_epilogue {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kBlocksPerSm = 3;  // of more registers a thread
+#else
 constexpr int kBlocksPerSm = 4;
-constexpr int kRows = 16;               // of a warp
-constexpr int kOutputs = 128;           // of a warp
-constexpr int kGroups = kOutputs / 16;  // of 16 outputs, four a lane
-static_assert(kOutputs % kTileColumns == 0);
+#endif
+constexpr int kRows = 16;         // of a warp
+constexpr int kStepOutputs = 32;  // whose deltas are computed together
+constexpr int kGroups = 8;        // of outputs that wait in shared memory, 16 bytes a lane and row
+
+// How the outputs of all parts are read and written.
+enum class Access : uint8_t { kOnes, kFp32, kBf16 };
+
+template <Access ACCESS>
+struct Width {
+  static constexpr int kLane = ACCESS == Access::kBf16 ? 8 : 4;  // neighbouring outputs of a lane
+  static constexpr int kGroup = 4 * kLane;
+  static constexpr int kStepGroups = kStepOutputs / kGroup;
+  static constexpr int kOutputs = kGroups * kGroup;  // of a warp
+  static_assert(kOutputs % kTileColumns == 0 && kTileColumns == 2 * kStepOutputs);
+};
 
 using linear::Part;  // `out` holds the product; the weight is not looked at
 
 struct Params {
   Part parts[3];
   int num_parts = 0;
-  int num_tiles = 0;
-  bool vectors = true;  // all outputs are fp32, in whole and aligned groups of four
   int num_rows = 0;
   AdapterTable table;
   const int32_t* row_slot = nullptr;
@@ -47,13 +62,26 @@ struct Params {
   int rank_stride = 0;
   int layer = 0;
 
-  void add(const Part& part) {
-    Part& added = parts[num_parts++];
-    added = part;
-    vectors = vectors && part.out_f32 && reinterpret_cast<uintptr_t>(part.out) % 16 == 0 && part.out_stride % 4 == 0 &&
-              part.n % 4 == 0;
-    added.first_tile = num_tiles;
-    num_tiles += (part.n + kOutputs - 1) / kOutputs;
+  void add(const Part& part) { parts[num_parts++] = part; }
+  [[nodiscard]] Access access() const {
+    bool fp32 = true;
+    bool bf16 = true;
+    for (int i = 0; i < num_parts; ++i) {
+      const Part& part = parts[i];
+      const bool aligned = reinterpret_cast<uintptr_t>(part.out) % 16 == 0;
+      fp32 = fp32 && aligned && part.out_f32 && part.out_stride % 4 == 0 && part.n % 4 == 0;
+      bf16 = bf16 && aligned && !part.out_f32 && part.out_stride % 8 == 0 && part.n % 8 == 0;
+    }
+    return fp32 ? Access::kFp32 : (bf16 ? Access::kBf16 : Access::kOnes);
+  }
+  // Numbers the tiles of all parts.
+  int number_tiles(int width) {
+    int tiles = 0;
+    for (int i = 0; i < num_parts; ++i) {
+      parts[i].first_tile = tiles;
+      tiles += (parts[i].n + width - 1) / width;
+    }
+    return tiles;
   }
 };
 
@@ -95,9 +123,11 @@ struct Adapter {
   int4 b_pages;
   bool own[2];  // this lane's rows use it
 
+  // n0: a multiple of kOutputs.
   __device__ __forceinline__ void read(const Params& p, const ResolvedLora* record, int n0) {
     constexpr int kPerGranule = kGranuleBytes / sizeof(float);
-    static_assert(kPerGranule % kOutputs == 0);
+    static_assert(kPerGranule % Width<Access::kFp32>::kOutputs == 0);
+    static_assert(kPerGranule % Width<Access::kBf16>::kOutputs == 0);
     const int4 head = *reinterpret_cast<const int4*>(record);  // rank, scale, a, b
     b_pages = *reinterpret_cast<const int4*>(record->b_pages);
     const int first = record->bias;
@@ -111,9 +141,11 @@ struct Adapter {
   }
 };
 
-// Where this lane's share of B begins for one panel and the 64 outputs of n; null beyond the rank. Column c of product
-// 2 q + j is output 16 q + 4 (c / 2) + 2 j + c % 2, so that columns 2t and 2t + 1 of two products are four neighbouring
-// outputs.
+// Where this lane's share of B begins for one panel and the 64 outputs of n; null beyond the rank. A granule has a run
+// of 16 bytes for each output. Column c of a step's product i is output L (c / 2) + 2 i + c % 2 of the step where a
+// lane has L = 8 neighbouring outputs, and 16 (i / 2) + L (c / 2) + 2 (i % 2) + c % 2 where L = 4, so that columns 2t
+// and 2t + 1 of L / 2 products are the lane's neighbouring outputs.
+template <int LANE>
 __device__ __forceinline__ const uint4* find_b(const Params& p, const Adapter& adapter, int n, int panel) {
   if (panel >= adapter.panels) {
     return nullptr;
@@ -129,12 +161,14 @@ __device__ __forceinline__ const uint4* find_b(const Params& p, const Adapter& a
   }
   const int64_t at = static_cast<int64_t>(page) * p.table.page_granules + (granule - nth * p.table.page_granules);
   const int g = static_cast<int>(threadIdx.x % 32 / 4);
-  return reinterpret_cast<const uint4*>(p.table.pool + at * static_cast<int64_t>(kGranuleBytes)) + g / 2 * 4 + g % 2;
+  return reinterpret_cast<const uint4*>(p.table.pool + at * static_cast<int64_t>(kGranuleBytes)) + g / 2 * LANE + g % 2;
 }
+// Of step `half` of the 64 outputs.
+template <int LANE>
 __device__ __forceinline__ void load_b(const uint4* from, int half, uint4 (&b)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    b[i] = from != nullptr ? from[32 * half + i / 2 * 16 + i % 2 * 2] : zero_chunk();
+    b[i] = from != nullptr ? from[kStepOutputs * half + (LANE == 8 ? 2 * i : i / 2 * 16 + i % 2 * 2)] : zero_chunk();
   }
 }
 
@@ -147,48 +181,73 @@ __device__ __forceinline__ void multiply(float (&acc)[4][4], const ShrunkChunks&
   }
 }
 
-// The warp's tile of outputs as this lane sees it: outputs 16 q + 4 t .. + 3 of its two rows, for each group q. Vectors
-// wait in shared memory, where each lane reads what it copied itself.
-template <bool VECTORS>
+// The warp's tile of outputs as this lane sees it: its kLane outputs of each group q, of its two rows. What comes in
+// vectors waits in shared memory, where each lane reads what it copied itself.
+template <Access ACCESS>
 struct Tile {
+  static constexpr int kLane = Width<ACCESS>::kLane;
+  static constexpr int kGroup = Width<ACCESS>::kGroup;
+  static constexpr int kBytes = ACCESS == Access::kBf16 ? 2 : 4;  // of an output, if in vectors
   const Part& part;
-  float4* waiting;  // [row of the lane][group][lane]
+  uint4* waiting;  // [row of the lane][group][lane]
   int n0;
+  int left;           // outputs of the part from this lane's first on
+  std::byte* out[2];  // this lane's first output of its rows
 
-  __device__ __forceinline__ int first(int q) const { return n0 + 16 * q + 4 * static_cast<int>(threadIdx.x % 4); }
-  __device__ __forceinline__ float4* at(int i, int q) const { return waiting + (i * kGroups + q) * 32; }
+  __device__ __forceinline__ Tile(const Part& of, uint4* waits, int first, const int (&row)[2])
+      : part(of), waiting(waits), n0(first) {
+    const int n = n0 + kLane * static_cast<int>(threadIdx.x % 4);
+    left = part.n - n;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      out[i] = static_cast<std::byte*>(part.out) + (row[i] * part.out_stride + n) * (part.out_f32 ? 4 : 2);
+    }
+  }
+  __device__ __forceinline__ uint4* at(int i, int q) const { return waiting + (i * kGroups + q) * 32; }
 
-  // Asks for row i of the lane, which is row `row` of all.
-  __device__ __forceinline__ void fetch(int i, int64_t row) const {
-    if constexpr (VECTORS) {
+  // Asks for the lane's row i.
+  __device__ __forceinline__ void fetch(int i) const {
+    if constexpr (ACCESS != Access::kOnes) {
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
-        if (first(q) < part.n) {
-          async_copy16(at(i, q), static_cast<const float*>(part.out) + row * part.out_stride + first(q));
+        if (q * kGroup < left) {
+          async_copy16(at(i, q), out[i] + q * kGroup * kBytes);
         }
       }
     }
   }
   // out += delta + bias, after a wait for what was fetched.
-  __device__ __forceinline__ void add(int i, int64_t row, int q, const float (&delta)[4]) const {
-    const int n = first(q);
-    const int64_t index = row * part.out_stride + n;
-    if constexpr (VECTORS) {
-      if (n < part.n) {
-        const float4 from = *at(i, q);
-        *reinterpret_cast<float4*>(static_cast<float*>(part.out) + index) =
+  __device__ __forceinline__ void add(int i, int q, const float (&delta)[kLane]) const {
+    const int n = q * kGroup;  // from the lane's first
+    if constexpr (ACCESS == Access::kFp32) {
+      if (n < left) {
+        const auto from = *reinterpret_cast<const float4*>(at(i, q));
+        *reinterpret_cast<float4*>(out[i] + n * kBytes) =
             make_float4(biased(from.x + delta[0], n), biased(from.y + delta[1], n + 1),
                         biased(from.z + delta[2], n + 2), biased(from.w + delta[3], n + 3));
       }
+    } else if constexpr (ACCESS == Access::kBf16) {
+      if (n < left) {
+        uint4 all = *at(i, q);
+        uint32_t* const pair = &all.x;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float low = biased(__uint_as_float(pair[e] << 16) + delta[2 * e], n + 2 * e);
+          const float high = biased(__uint_as_float(pair[e] & 0xffff0000u) + delta[2 * e + 1], n + 2 * e + 1);
+          const __nv_bfloat162 sum = __floats2bfloat162_rn(low, high);
+          pair[e] = reinterpret_cast<const uint32_t&>(sum);
+        }
+        *reinterpret_cast<uint4*>(out[i] + n * kBytes) = all;
+      }
     } else {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (n + e < part.n) {
+      for (int e = 0; e < kLane; ++e) {
+        if (n + e < left) {
           if (part.out_f32) {
-            float& y = static_cast<float*>(part.out)[index + e];
+            float& y = reinterpret_cast<float*>(out[i])[n + e];
             y = biased(y + delta[e], n + e);
           } else {
-            __nv_bfloat16& y = static_cast<__nv_bfloat16*>(part.out)[index + e];
+            __nv_bfloat16& y = reinterpret_cast<__nv_bfloat16*>(out[i])[n + e];
             y = from_f32<__nv_bfloat16>(biased(to_f32(y) + delta[e], n + e));
           }
         }
@@ -197,69 +256,87 @@ struct Tile {
   }
 
  private:
+  // `n` from the lane's first output.
   __device__ __forceinline__ float biased(float y, int n) const {
     if (part.bias == nullptr) {
       return y;
     }
+    n += part.n - left;
     return y + (part.bias_f32 ? static_cast<const float*>(part.bias)[n]
                               : to_f32(static_cast<const __nv_bfloat16*>(part.bias)[n]));
   }
 };
 
-// Adds what the adapter gives to the products of groups q and q + 1 to the rows that use it.
-template <bool VECTORS>
-__device__ __forceinline__ void add_products(const Adapter& adapter, const LaneRows& rows, const Tile<VECTORS>& tile,
-                                             int q, const float (&acc)[4][4]) {
+// Adds what the adapter gives to the products of a step to the rows that use it.
+template <Access ACCESS>
+__device__ __forceinline__ void add_products(const Adapter& adapter, const LaneRows& rows, const Tile<ACCESS>& tile,
+                                             int step, const float (&acc)[4][4]) {
+  constexpr int kLane = Width<ACCESS>::kLane;
+  constexpr int kStepGroups = Width<ACCESS>::kStepGroups;
 #pragma unroll
-  for (int j = 0; j < 2; ++j) {
-    float bias[4] = {};
+  for (int j = 0; j < kStepGroups; ++j) {
+    const int q = step * kStepGroups + j;
+    float bias[kLane] = {};
     if (adapter.bias != nullptr) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int n = tile.first(q + j) + e;
-        bias[e] = n < tile.part.n ? adapter.scale * adapter.bias[n - tile.n0] : 0.0f;
+      for (int e = 0; e < kLane; ++e) {
+        const int n = q * Width<ACCESS>::kGroup + e;
+        bias[e] = n < tile.left ? adapter.scale * adapter.bias[tile.part.n - tile.left - tile.n0 + n] : 0.0f;
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (adapter.own[i]) {
-        float delta[4];
+        float delta[kLane];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          delta[e] = acc[2 * j + e / 2][2 * i + e % 2];
+        for (int e = 0; e < kLane; ++e) {
+          delta[e] = acc[(j * kLane + e) / 2][2 * i + e % 2];
           delta[e] = adapter.bias != nullptr ? delta[e] + rows.scale[i] * bias[e] : delta[e];
         }
-        tile.add(i, rows.row[i], q + j, delta);
+        tile.add(i, q, delta);
       }
     }
   }
 }
 
 // Adds to the rows that use the adapter.
-template <bool VECTORS>
+template <Access ACCESS>
 __device__ __forceinline__ void add_delta(const Params& p, const Adapter& adapter, const LaneRows& rows,
-                                          const Tile<VECTORS>& tile) {
+                                          const Tile<ACCESS>& tile) {
+  constexpr int kLane = Width<ACCESS>::kLane;
   const int t = static_cast<int>(threadIdx.x % 4);
+  const int end = min(tile.n0 + Width<ACCESS>::kOutputs, tile.part.n);
+  uint4 ahead[4];  // of the next step
+  const uint4* first_b = find_b<kLane>(p, adapter, tile.n0, t);
+  load_b<kLane>(first_b, 0, ahead);
   ShrunkChunks first;
   first.load(p, tile.part, rows.row, adapter.own, t, adapter.panels);
 #pragma unroll 1
-  for (int n0 = tile.n0; n0 < min(tile.n0 + kOutputs, tile.part.n); n0 += kTileColumns) {
-    const uint4* const first_b = find_b(p, adapter, n0, t);
+  for (int n0 = tile.n0; n0 < end; n0 += kTileColumns) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float acc[4][4] = {};
       uint4 b[4];
-      load_b(first_b, half, b);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        b[i] = ahead[i];
+      }
+      if (half == 0) {
+        load_b<kLane>(first_b, 1, ahead);
+      } else if (n0 + kTileColumns < end) {
+        first_b = find_b<kLane>(p, adapter, n0 + kTileColumns, t);
+        load_b<kLane>(first_b, 0, ahead);
+      }
+      float acc[4][4] = {};
       multiply(acc, first, b);
 #pragma unroll 1
       for (int p0 = 4; p0 < adapter.panels; p0 += 4) {
         ShrunkChunks s;
-        load_b(find_b(p, adapter, n0, p0 + t), half, b);
+        load_b<kLane>(find_b<kLane>(p, adapter, n0, p0 + t), half, b);
         s.load(p, tile.part, rows.row, adapter.own, p0 + t, adapter.panels);
         multiply(acc, s, b);
       }
       async_wait<0>();  // the outputs are there
-      add_products(adapter, rows, tile, (n0 - tile.n0) / 16 + 2 * half, acc);
+      add_products(adapter, rows, tile, (n0 - tile.n0) / kStepOutputs + half, acc);
     }
   }
 }
@@ -281,8 +358,8 @@ __device__ __forceinline__ LaneRows find_rows(const Params& p, const Part& part,
 }
 
 // By the adapters of the rows, in order of their slots. Rows whose adapter lacks the module lose their slot.
-template <bool VECTORS>
-__device__ __forceinline__ void add_deltas(const Params& p, LaneRows& rows, const Tile<VECTORS>& tile) {
+template <Access ACCESS>
+__device__ __forceinline__ void add_deltas(const Params& p, LaneRows& rows, const Tile<ACCESS>& tile) {
   const auto module = static_cast<LoraModule>(tile.part.module);
   const int last_slot = __reduce_max_sync(0xffffffffu, max(rows.slot[0], rows.slot[1]));
   Adapter adapter;
@@ -306,9 +383,11 @@ __device__ __forceinline__ void add_deltas(const Params& p, LaneRows& rows, cons
   }
 }
 
-template <bool VECTORS>
+template <Access ACCESS>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) add_to_outputs(const __grid_constant__ Params p) {
-  __shared__ float4 waiting[VECTORS ? kWarps * 2 * kGroups * 32 : 1];
+  constexpr int kOutputs = Width<ACCESS>::kOutputs;
+  constexpr int kWaiting = ACCESS == Access::kOnes ? 0 : 2 * kGroups * 32;  // of a warp
+  __shared__ uint4 waiting[kWaiting > 0 ? kWarps * kWaiting : 1];
   wait_for_previous();
   let_next_start();
   int nth = 0;
@@ -317,13 +396,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) add_to_outputs(const _
   }
   const Part& part = p.parts[nth];
   const int warp = static_cast<int>(threadIdx.x / 32);
-  const Tile<VECTORS> tile = {part, waiting + (VECTORS ? warp * 2 * kGroups * 32 + threadIdx.x % 32 : 0),
-                              (static_cast<int>(blockIdx.x) - part.first_tile) * kOutputs};
-  LaneRows rows = find_rows(p, part, (static_cast<int>(blockIdx.y) * kWarps + warp) * kRows);
+  const int row_block = static_cast<int>(gridDim.y - 1 - blockIdx.y);
+  LaneRows rows = find_rows(p, part, (row_block * kWarps + warp) * kRows);
+  const Tile<ACCESS> tile(part, waiting + (kWaiting > 0 ? warp * kWaiting + static_cast<int>(threadIdx.x % 32) : 0),
+                          (static_cast<int>(blockIdx.x) - part.first_tile) * kOutputs, rows.row);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (rows.slot[i] != 0 || (part.bias != nullptr && rows.row[i] < p.num_rows)) {
-      tile.fetch(i, rows.row[i]);
+      tile.fetch(i);
     }
   }
   async_commit();
@@ -337,18 +417,29 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) add_to_outputs(const _
     if (rows.slot[i] == 0 && rows.row[i] < p.num_rows) {
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
-        tile.add(i, rows.row[i], q, {0.0f, 0.0f, 0.0f, 0.0f});
+        tile.add(i, q, {});
       }
     }
   }
 }
 
-inline void launch(const Params& p, const CudaStream& state) {
+template <Access ACCESS>
+void launch(Params& p, const CudaStream& state) {
   constexpr int kBlockRows = kWarps * kRows;
-  const dim3 grid(static_cast<unsigned>(p.num_tiles),
-                  static_cast<unsigned>((p.num_rows + kBlockRows - 1) / kBlockRows));
-  launch_dependent(p.vectors ? add_to_outputs<true> : add_to_outputs<false>, grid, kThreads, 0, state, p);
+  const int tiles = p.number_tiles(Width<ACCESS>::kOutputs);
+  const dim3 grid(static_cast<unsigned>(tiles), static_cast<unsigned>((p.num_rows + kBlockRows - 1) / kBlockRows));
+  launch_dependent(add_to_outputs<ACCESS>, grid, kThreads, 0, state, p);
   check_launch("linear, LoRA and bias");
+}
+inline void launch(Params& p, const CudaStream& state) {
+  switch (p.access()) {
+    case Access::kFp32:
+      return launch<Access::kFp32>(p, state);
+    case Access::kBf16:
+      return launch<Access::kBf16>(p, state);
+    case Access::kOnes:
+      return launch<Access::kOnes>(p, state);
+  }
 }
 
 }  // namespace moelora::linear_epilogue

@@ -8,7 +8,8 @@
 // With LoRA a further warp looks up the rows' adapters meanwhile, waits for the shrink, beside which this kernel runs,
 // and computes the deltas of up to 2 rows; those of up to 8 are computed by everybody when the weights are through, a
 // thread each, those of more with the last sum.
-// Limited by memory: each weight is read once. Included by linear_cuda.cu.
+// Limited by memory: each weight is read once. Included by linear_cuda.cu, and for the order of its sums, which
+// kernels/moe/moe_router_few.cuh repeats.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -8,7 +8,8 @@
 // At the end each block leaves its sums in its shared memory; the block that owns a row adds them up over the cluster,
 // in the order of the blocks, with everything that comes on top. Rows are owned in the order of their adapters, so that
 // a block meets few of them: deltas of up to 8 rows of one adapter are one product on the tensor cores, in which no
-// other row takes part (kernels/lora/lora_expand.cuh); meanwhile the sums of the other blocks arrive.
+// other row takes part (kernels/lora/lora_expand.cuh). The warps that looked the adapters up compute those of the first
+// few groups while weights stream, the others follow while the sums of the other blocks arrive.
 // Limited by memory: each weight is read once, x once for 128 outputs, from the L2. Included by linear_cuda.cu.
 // H200, 64 rows: o of gpt-oss's shape 16.0 us, q k v 22.4; q k v of Qwen3-30B-A3B's shape 14.4, o 14.0. Tried: both
 // operands copied by warps (cp.async), wgmma with the weights in registers, a token's deltas by one warp: 20.1, 22.5,
@@ -29,65 +30,14 @@
 #include "kernels/cuda/tensor_copy.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/dense/linear_params.cuh"
+#include "kernels/dense/linear_stream_lora.cuh"
 
 namespace moelora::linear {
-
-constexpr int kStreamRows = 64;  // at most
-constexpr int kStreamCluster = 8;
-constexpr int kStreamStages = 16;           // at most
-constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
-constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
-constexpr int kBoxAlignment = 1024;
-constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
-
-// In shared memory beside the ring. A row's position: rows sorted by adapter, those without a delta first.
-template <int TOKENS>
-struct StreamShared {
-  uint64_t full[kStreamStages];   // weights and x of a stage are there
-  uint64_t empty[kStreamStages];  // all warps have multiplied it
-  int key[TOKENS];                // of each row: its adapter's slot, 0 = no delta
-  int row_at[TOKENS];             // of each position
-  int group[TOKENS];              // of each owned position: rows of the group that begins there, 0: none begins
-  LoraToken tokens[TOKENS];       // of each owned position
-};
-
-// Up to TOKENS rows, 64 WARPGROUPS outputs.
-template <int TOKENS, int WARPGROUPS>
-struct StreamTile {
-  static constexpr int OUTPUTS = 64 * WARPGROUPS;
-  static constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS;
-  static constexpr int MULTIPLY_WARPS = MULTIPLY_THREADS / 32;
-  static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
-  static constexpr int THREADS = MULTIPLY_THREADS + 32 + LOOKUP_THREADS;
-  static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;  // of a stage; the tokens follow
-  static constexpr int TOKEN_BYTES = TOKENS * kBoxBytes;
-  static constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
-  // Of sums, [token][output]: the lanes of a quad, two tokens apart each, store into different banks.
-  static constexpr int SUMS_STRIDE = OUTPUTS + 4;
-  static constexpr int SUMS_BYTES = TOKENS * SUMS_STRIDE * 4;
-  static constexpr int MAX_STAGES = std::min(
-      kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
-  static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas
-  static_assert(TOKENS <= kStreamRows && STAGE_BYTES % kBoxAlignment == 0 && MIN_STAGES <= MAX_STAGES);
-  static constexpr int shared_bytes(int stages) { return kBoxAlignment + stages * STAGE_BYTES; }
-};
 
 struct StreamParams {
   CUtensorMap weights[3];
   CUtensorMap x;
   Params base;
-};
-
-// What a block works on: outputs n0 .. of a part, 64-input blocks [begin, end) of K, and for the cluster the rows at
-// positions [first, first + owned).
-struct StreamWork {
-  const Part& part;
-  int n0;
-  int begin;
-  int end;
-  int first;
-  int owned;
-  int cluster;  // blocks
 };
 
 // By the thread that asks for copies.
@@ -189,138 +139,6 @@ __device__ __forceinline__ void leave_stream_sums(float* sums, const float (&acc
   for (int i = 0; i < TOKENS / 2; ++i) {
     to[(i / 4 * 8 + i % 2) * STRIDE + i % 4 / 2 * 8] = acc[i];
   }
-}
-
-// By the LOOKUP_THREADS, `row` each: what the rows' adapters say about the part, the rows' positions, and B of the
-// owned ones' adapters asked into the L2.
-template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
-                                               int row) {
-  using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  const ResolvedLora* record = nullptr;
-  int slot = 0;
-  float scale = 0.0f;
-  if (work.part.module >= 0 && row < p.num_rows) {
-    slot = p.row_slot[row];
-    scale = p.row_scale[row];
-    if (slot != 0) {
-      record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(work.part.module));
-    }
-  }
-  const LoraToken token = lora_token(record, slot, scale);
-  const int key = token.rank != 0 ? slot : 0;
-  if (row < TOKENS) {
-    shared.key[row] = key;
-  }
-  barrier_sync(2, Tile::LOOKUP_THREADS);
-  if (row >= p.num_rows) {
-    return;
-  }
-  int less = 0;
-  int before = 0;  // of the same adapter
-  int after = 0;
-#pragma unroll 4
-  for (int other = 0; other < p.num_rows; ++other) {
-    const int its = shared.key[other];
-    less += its < key ? 1 : 0;
-    before += its == key && other < row ? 1 : 0;
-    after += its == key && other > row ? 1 : 0;
-  }
-  const int position = less + before;
-  shared.row_at[position] = row;
-  const int index = position - work.first;
-  if (index < 0 || index >= work.owned) {
-    return;
-  }
-  const int nth = min(before, index);  // among the adapter's owned rows
-  shared.tokens[index] = token;
-  shared.group[index] = key != 0 && nth % kTokenGroup == 0 ? min(min(after + 1, work.owned - index), kTokenGroup) : 0;
-  if (key != 0 && nth == 0) {
-    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
-    const int granules = (min(Tile::OUTPUTS, work.part.n - work.n0) + kTileColumns - 1) / kTileColumns * panels;
-#pragma unroll 1
-    for (int i = 0; i < granules; ++i) {
-      prefetch_l2_bulk(paged_granule(p.table, slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + i),
-                       kGranuleBytes);
-    }
-  }
-}
-
-// The deltas of the group of rows that begins at owned position `start`, 64 outputs from n on. By a warp.
-template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void expand_group(const Params& p, const StreamWork& work,
-                                             const StreamShared<TOKENS>& shared, int start, int n, float* deltas) {
-  constexpr int STRIDE = StreamTile<TOKENS, WARPGROUPS>::SUMS_STRIDE;
-  const int g = static_cast<int>(threadIdx.x % 32 / 4);
-  const int t = static_cast<int>(threadIdx.x % 4);
-  const LoraToken& token = shared.tokens[start];
-  const int count = shared.group[start];
-  const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
-  const float* shrunk = nullptr;
-  if (g < count) {
-    shrunk = shrunk_row(p, work.part, shared.row_at[work.first + start + g]);
-  }
-  float acc[4][4] = {};
-#pragma unroll 1
-  for (int first = 0; first < panels; first += 4) {
-    const int panel = first + t;
-    uint4 b[4][2];
-    float values[8] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      b[i / 2][i % 2] = zero_chunk();
-    }
-    if (panel < panels) {
-      const std::byte* granule =
-          paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + panel) + g * 16;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        b[i / 2][i % 2] = *reinterpret_cast<const uint4*>(granule + i * 128);
-      }
-      if (shrunk != nullptr) {
-        *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks);
-        *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks + 4);
-      }
-    }
-    const SplitChunk x = split_chunk(values);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      mma_chunk(acc[i], b[i][0], b[i][1], x.high);
-      mma_chunk(acc[i], b[i][0], b[i][1], x.low);
-    }
-  }
-  float* const to = deltas + (start + 2 * t) * STRIDE + n - work.n0 + g;
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    if (2 * t + i % 2 < count) {
-      to[i % 2 * STRIDE + i / 4 * 16 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
-    }
-  }
-}
-
-// All deltas of the owned rows, [owned position][SUMS_STRIDE]. By the threads that multiply: 64 outputs of a group a
-// warp in turn.
-template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void expand_owned(const Params& p, const StreamWork& work,
-                                             const StreamShared<TOKENS>& shared, float* deltas) {
-  using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int warp = static_cast<int>(threadIdx.x / 32);
-  int item = 0;
-#pragma unroll 1
-  for (int base = 0; base < work.owned; base += 32) {
-    unsigned begins = __ballot_sync(0xffffffffu, base + lane < work.owned && shared.group[base + lane] != 0);
-    for (; begins != 0; begins &= begins - 1) {
-#pragma unroll 1
-      for (int half = 0; half < WARPGROUPS; ++half, ++item) {
-        const int n = work.n0 + 64 * half;
-        if (item % Tile::MULTIPLY_WARPS == warp && n < work.part.n) {
-          expand_group<TOKENS, WARPGROUPS>(p, work, shared, base + __ffs(static_cast<int>(begins)) - 1, n, deltas);
-        }
-      }
-    }
-  }
-  barrier_sync(1, Tile::MULTIPLY_THREADS);
 }
 
 // Up to four neighbouring elements of a stored type; VECTOR: all four, aligned as a whole.
@@ -488,9 +306,11 @@ __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& w
 template <int TOKENS, int WARPGROUPS>
 __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork& work,
                                               const StreamShared<TOKENS>& shared, float* sums,
-                                              const float (&acc)[TOKENS / 2]) {
+                                              const float (&acc)[TOKENS / 2], const GroupDeltas (&held)[kEarlyItems]) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
+  const int lookup_warp = static_cast<int>(threadIdx.x) / 32 - Tile::MULTIPLY_WARPS - 1;
+  float* const deltas = sums + Tile::SUMS_BYTES / 4;
   if (multiplies) {
     leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
   }
@@ -498,7 +318,6 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
   cluster_arrive();
   if (multiplies) {
     wait_for_previous();
-    float* const deltas = sums + Tile::SUMS_BYTES / 4;
     if (p.num_modules > 0) {
       expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
     }
@@ -508,6 +327,10 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
       store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
     }
   } else {
+    if (lookup_warp >= 0 && p.num_modules > 0) {
+      leave_early<TOKENS, WARPGROUPS>(work, shared, lookup_warp, held, deltas);
+    }
+    __syncwarp();
     cluster_wait();
   }
   __syncwarp();
@@ -515,11 +338,12 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
   cluster_wait();  // nobody reads this block's sums any more
 }
 
-// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
-// this kernel began, so that x was complete.
+// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink. after_shrink: that one lets this
+// kernel begin at once, so that its weights are under way while the kernel ahead of the shrink ends, and x is read when
+// the shrink has ended; otherwise the shrink passed its wait before this kernel began, so that x was complete.
 template <int TOKENS, int WARPGROUPS>
 __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
-    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages) {
+    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages, bool after_shrink) {
 #ifdef MOELORA_SM90A
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   extern __shared__ uint4 dynamic_shared[];
@@ -559,6 +383,7 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
   }
   __syncthreads();  // the barriers are there
   float acc[TOKENS / 2] = {};
+  GroupDeltas held[kEarlyItems] = {};
   if (multiplies) {
     const int n = work.n0 + static_cast<int>(threadIdx.x) * 32;  // a line of the bias, or half of one
     if (part.bias != nullptr && static_cast<int>(threadIdx.x) * 32 < Tile::OUTPUTS && n < part.n) {
@@ -566,16 +391,19 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
     }
     multiply_stream<TOKENS, WARPGROUPS>(shared, copies.ring, stages, work.end - work.begin, acc);
   } else if (asks) {
-    if (!lora) {
+    if (!lora || after_shrink) {
       wait_for_previous();
     }
     copies.rest();
   } else if (threadIdx.x >= Tile::MULTIPLY_THREADS + 32 && lora) {
-    look_up_tokens<TOKENS, WARPGROUPS>(p, work, shared, static_cast<int>(threadIdx.x) - Tile::MULTIPLY_THREADS - 32);
+    const int row = static_cast<int>(threadIdx.x) - Tile::MULTIPLY_THREADS - 32;
+    look_up_tokens<TOKENS, WARPGROUPS>(p, work, shared, row);
+    __syncwarp();
+    expand_early<TOKENS, WARPGROUPS>(p, work, shared, row / 32, held);
   }
   __syncwarp();
   __syncthreads();  // all stages are read, sums take their place; the tokens are known
-  finish_stream<TOKENS, WARPGROUPS>(p, work, shared, reinterpret_cast<float*>(ring), acc);
+  finish_stream<TOKENS, WARPGROUPS>(p, work, shared, reinterpret_cast<float*>(ring), acc, held);
 #endif
 }
 
@@ -655,7 +483,8 @@ bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
   }
   const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, Tile::MAX_STAGES);
   launch_dependent_clusters(kernel, static_cast<unsigned>(tiles * size), static_cast<unsigned>(size), Tile::THREADS,
-                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
+                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages,
+                            launch.after_shrink);
   check_launch("linear, streamed");
   return true;
 }
@@ -665,9 +494,14 @@ bool launch_stream_rows(const Launch& launch, const CudaStream& state) {
   return rows <= 32 ? launch_stream_tile<32, WARPGROUPS>(launch, state)
                     : launch_stream_tile<64, WARPGROUPS>(launch, state);
 }
-// False where the code for sm_90a is not there: nothing was launched.
+// Whether the code for sm_90a is there.
+inline bool can_stream(const CudaStream& state) {
+  static const bool usable = has_code(linear_stream<kStreamRows, 2>);
+  return state.compute_capability == 90 && usable;
+}
+// False: nothing was launched.
 inline bool launch_stream(const Launch& launch, const CudaStream& state) {
-  if (state.compute_capability != 90) {
+  if (!can_stream(state)) {
     return false;
   }
   const Launch narrow = launch.with_width(64);

@@ -33,10 +33,13 @@ __device__ __forceinline__ Vec4<W> load_norm_weights(const W* weight, int group)
   return result;
 }
 
-// By all threads of a block: what the elements of a row are multiplied by, from the squares of this thread's. `partial`
-// as in block_sum().
+// What the elements of a row are multiplied by, from the sum of their squares.
+__device__ __forceinline__ float norm_scale_of(float squares, int width, float eps) {
+  return rsqrtf(squares / static_cast<float>(width) + eps);
+}
+// The same by all threads of a block, from the squares of this thread's. `partial` as in block_sum().
 __device__ __forceinline__ float norm_scale(float squares, int width, float eps, float* partial) {
-  return rsqrtf(block_sum<kNormThreads>(squares, partial) / static_cast<float>(width) + eps);
+  return norm_scale_of(block_sum<kNormThreads>(squares, partial), width, eps);
 }
 
 template <class In, class W, class Out>

@@ -17,6 +17,8 @@
 // Both are therefore arrays of 64 runs of 8 elements: 16-byte lane loads, and the K-major no-swizzle
 // core matrices of wgmma. Ranks and widths that do not fill a tile are zero-filled (never skipped, so
 // kernels may read whole tiles, but must not trust activations beyond the real width).
+// All values are finite: what fills a pool refuses others, so that kernels may multiply an adapter's B with the zeros
+// that stand for rows without it.
 // gate and up of one expert may share A (3-D adapters): their records then name the same granule.
 #pragma once
 
@@ -51,6 +53,7 @@ enum class LoraModule : int32_t {
 constexpr int kNumDenseModules = 12;
 enum class ExpertModule : int32_t { kGate = 0, kUp = 1, kDown = 2 };
 constexpr int kNumExpertModules = 3;
+constexpr int kExpertModuleBit = 16;  // of sets of modules, the first of the experts'
 
 // One adapted linear. 32 bytes; granule numbers count from the start of the stream, -1 = absent.
 struct LoraRecord {
@@ -197,6 +200,14 @@ struct LoraBatch {
   // num_rows, num_segments and max_rank again, in device memory: a captured graph reads them there, so that it stays
   // valid when the adapters of a batch change.
   const int32_t* counts = nullptr;  // [3]
+  // What any adapter of the batch may adapt: bit i: LoraModule i; bit 16 + i: ExpertModule i. The same in every batch
+  // of a captured graph. An op is not told of adapters that do nothing for it.
+  uint32_t modules = ~0u;
+
+  [[nodiscard]] bool adapts(LoraModule module) const { return (modules >> static_cast<int>(module) & 1u) != 0; }
+  [[nodiscard]] bool adapts(ExpertModule module) const {
+    return (modules >> (kExpertModuleBit + static_cast<int>(module)) & 1u) != 0;
+  }
 };
 
 }  // namespace moelora

@@ -12,6 +12,27 @@
 
 namespace moelora {
 
+// Shrunk value `index` of `out`, which holds fp32 or bf16.
+__device__ __forceinline__ void store_shrunk(float* out, bool bf16, int64_t index, float value) {
+  if (bf16) {
+    reinterpret_cast<__nv_bfloat16*>(out)[index] = __float2bfloat16_rn(value);
+  } else {
+    out[index] = value;
+  }
+}
+
+// Four of them; index % 4 == 0.
+__device__ __forceinline__ void store_shrunk(float* out, bool bf16, int64_t index, const float4& values) {
+  if (bf16) {
+    const __nv_bfloat162 low = __floats2bfloat162_rn(values.x, values.y);
+    const __nv_bfloat162 high = __floats2bfloat162_rn(values.z, values.w);
+    *reinterpret_cast<uint2*>(reinterpret_cast<__nv_bfloat16*>(out) + index) =
+        make_uint2(reinterpret_cast<const uint32_t&>(low), reinterpret_cast<const uint32_t&>(high));
+  } else {
+    *reinterpret_cast<float4*>(out + index) = values;
+  }
+}
+
 // The 16 bytes of an adapter's B for outputs n - n % 8 + g (this lane's g) and ranks 8 panel .. 8 panel + 7.
 __device__ __forceinline__ uint4 load_lora_b(const AdapterTable& table, int slot, const LoraRecord& record, int n,
                                              int panel, int g) {

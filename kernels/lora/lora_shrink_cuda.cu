@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // lora_shrink on CUDA, by the segments of rows of one adapter. Few rows or pairs: kernels/lora/lora_shrink_rows.cuh, a
-// panel of ranks a block. Many: kernels/lora/lora_shrink_segments.cuh, tiles of rows and ranks.
+// panel of ranks a block; of dense linears from 9 rows on, where the GPU has clusters:
+// kernels/lora/lora_shrink_split.cuh, K split over the blocks of one. Many: kernels/lora/lora_shrink_segments.cuh,
+// tiles of rows and ranks.
 #include "kernels/lora/lora_shrink_cuda.h"
 
 #include <cuda_bf16.h>
@@ -13,30 +15,21 @@
 #include "kernels/lora/lora_expand.cuh"
 #include "kernels/lora/lora_shrink_rows.cuh"
 #include "kernels/lora/lora_shrink_segments.cuh"
+#include "kernels/lora/lora_shrink_split.cuh"
 
 namespace moelora {
 namespace {
 
 // Up to here a block takes a panel of ranks.
 constexpr int64_t FEW_ROWS = 64;
+constexpr int64_t FEW_ROWS_WHOLE = 8;  // of which a block takes all of K
 constexpr int64_t FEW_PAIRS = 1024;
-// Up to so many positions an expert their segments are taken in smaller tiles.
-constexpr int64_t MEDIUM_EXPERT = 256;
-
-// As large as leaves about as many tiles as SMs, with the modules of q, k and v in two passes.
-shrink_segments::Size size_for_rows(int num_rows, int num_sms) {
-  using shrink_segments::Size;
-  if (num_rows <= shrink_segments::SmallTiling::kRows / 2 * num_sms) {
-    return Size::kSmall;
-  }
-  return num_rows <= shrink_segments::MediumTiling::kRows / 2 * num_sms ? Size::kMedium : Size::kLarge;
-}
 
 // What both ways have in common; the rest is the caller's.
 template <class Params, class Args>
 Params common_params(const Args& args) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);
-  MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0);
+  MOELORA_ASSERT(reinterpret_cast<uintptr_t>(args.x.data) % 16 == 0 && reinterpret_cast<uintptr_t>(args.out) % 16 == 0);
   MOELORA_ASSERT(args.lora != nullptr && args.num_modules > 0 && args.rank_stride % 8 == 0);
   MOELORA_ASSERT(args.lora->table.resolved != nullptr);
   Params p{};
@@ -55,10 +48,25 @@ Params common_params(const Args& args) {
   return p;
 }
 
+// False: nothing was launched.
+bool launch_split(const DenseShrinkArgs& args, const CudaStream& state) {
+  static_assert(FEW_ROWS <= shrink_split::kMaxRows);
+  auto p = common_params<shrink_split::Params>(args);
+  p.segment_begin = args.lora->segment_begin;
+  p.segment_slot = args.lora->segment_slot;
+  p.counts = args.lora->counts;
+  p.max_segments = args.num_rows;
+  p.rows = args.lora->sorted_rows;
+  return args.lets_next_early ? shrink_split::launch<true>(p, state) : shrink_split::launch<false>(p, state);
+}
+
 }  // namespace
 
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   if (args.num_rows == 0 || args.num_modules == 0) {
+    return;
+  }
+  if (args.num_rows > FEW_ROWS_WHOLE && args.num_rows <= FEW_ROWS && launch_split(args, cuda_state(stream))) {
     return;
   }
   if (args.num_rows <= FEW_ROWS) {
@@ -77,8 +85,8 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   p.num_segments = args.lora->counts + 1;
   p.rows = args.lora->sorted_rows;
   p.max_rank = args.lora->counts + 2;
-  const CudaStream& state = cuda_state(stream);
-  shrink_segments::launch(p, args.num_rows, size_for_rows(args.num_rows, state.num_sms), state);
+  const int64_t tiles = (args.num_rows + shrink_segments::kRows - 1) / shrink_segments::kRows;
+  shrink_segments::launch(p, args.num_rows, tiles, cuda_state(stream));
 }
 
 void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
@@ -95,6 +103,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
     p.max_segments = static_cast<int>(pairs);
     p.rows = args.order.pair_row;
     p.x_by_position = args.x_sorted;
+    p.out_bf16 = args.out_bf16;
     shrink_rows::launch<true>(p, cuda_state(stream));
     return;
   }
@@ -106,10 +115,10 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
   p.rows = args.order.pair_row;
   p.x_by_position = args.x_sorted;
   p.out_by_position = true;
+  p.out_bf16 = args.out_bf16;
   p.max_rank = args.lora->counts + 2;
-  const auto size =
-      pairs <= MEDIUM_EXPERT * args.num_experts ? shrink_segments::Size::kMedium : shrink_segments::Size::kLarge;
-  shrink_segments::launch(p, pairs, size, cuda_state(stream));
+  const int64_t tiles = pairs / shrink_segments::kRows + args.num_experts;
+  shrink_segments::launch(p, pairs, tiles, cuda_state(stream));
 }
 
 }  // namespace moelora

@@ -3,8 +3,9 @@
 // moe_down).
 //
 //   out[i, m, r] = row_scale[t] * record.scale * sum_k A_m[r, k] x[row, k]
-// fp32, r < rank rounded up to 8 (zeros beyond the rank); for pairs or rows of slot 0, and for modules that the adapter
-// does not have, nothing is written. bf16 streams only. Each value is computed by one block in an order fixed by K.
+// fp32 (experts: or bf16), r < rank rounded up to 8 (zeros beyond the rank); for pairs or rows of slot 0, and for
+// modules that the adapter does not have, nothing is written. bf16 streams only. Each value is summed in an order fixed
+// by K and the way taken.
 #pragma once
 
 #include "kernels/base/stream.h"
@@ -25,6 +26,9 @@ struct DenseShrinkArgs {
   const LoraBatch* lora = nullptr;  // not null
   float* out = nullptr;
   int32_t rank_stride = 0;  // floats, multiple of 8, >= any rank
+  // Up to 64 rows: the kernel behind this one may begin at once, not when x is there, and waits for the end before it
+  // reads x.
+  bool lets_next_early = false;
 };
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
 
@@ -42,6 +46,7 @@ struct ExpertShrinkArgs {
   int32_t num_modules = 0;
   const LoraBatch* lora = nullptr;  // not null
   float* out = nullptr;
+  bool out_bf16 = false;  // out holds bf16, each value rounded once
   int32_t rank_stride = 0;
 };
 void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream);

@@ -44,6 +44,7 @@ struct Params {
   float* out;  // [count, num_modules, rank_stride]
   int rank_stride;
   bool x_by_position;
+  bool out_bf16;
   int held;  // blocks whose A a warp holds
 };
 
@@ -215,8 +216,8 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
     const float scale = __shfl_sync(0xffffffffu, tokens.scale, token) * work.scale;
     if (token < tokens.count) {
       const int64_t at = EXPERTS ? int64_t{first} + token : row;
-      p.out[(at * p.num_modules + module_index()) * p.rank_stride + rank] =
-          rank < work.rank && scale != 0.0f ? sum * scale : 0.0f;
+      store_shrunk(p.out, EXPERTS && p.out_bf16, (at * p.num_modules + module_index()) * p.rank_stride + rank,
+                   rank < work.rank && scale != 0.0f ? sum * scale : 0.0f);
     }
   }
   __syncthreads();  // read before the next sums are written

@@ -6,7 +6,8 @@
 // soon as it was read: nothing but weights is read on the way, and no warp waits for another but every kSlots row
 // tiles, when the partial sums meet in shared memory and are added in the order of the warps. A token's bits depend on
 // its own row, k and its adapter.
-// Tables of pointers are read before the wait for the kernel ahead.
+// Tables of pointers are read before the wait for the kernel ahead. LoRA: kernels/moe/expert_delta.cuh before it or, of
+// one row of MXFP4, kernels/moe/expert_few_lora.cuh inside.
 // H200, six layers of the gpt-oss shape as one graph, by this and by expert_decode.cuh: 1 row 598 us (677), with an
 // adapter 705 (731), 8 rows with 8 adapters 1,023 (1,178); of Qwen3-30B-A3B 451 (474), with an adapter 548 (584).
 // Tried: twice the shared memory for partial sums, so that one barrier is enough (1 row 752 us instead of 632: less L1
@@ -19,16 +20,10 @@
 #include <algorithm>
 
 #include "kernels/moe/expert_decode.cuh"
+#include "kernels/moe/expert_few_lora.cuh"
 
 namespace moelora {
 namespace few {
-
-constexpr int kRowsMax = 8;
-constexpr int kPairsMax = 64;
-constexpr int kExpertsMax = 256;
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 2;
 
 // What the weights of an expert are found by.
 struct Pointers {
@@ -75,7 +70,8 @@ struct RowsRange {
   const uint4* high_;
 };
 
-template <bool GATE_UP>
+// LEAN: places of scales are found when they are needed, since the registers that would keep them are.
+template <bool GATE_UP, bool LEAN = false>
 struct TilesRange {
   using Source = TilesSource<GATE_UP>;
   static constexpr int kSlots = 8;
@@ -95,7 +91,10 @@ struct TilesRange {
     scales_ += tiles * ((p.k_blocks + 3) / 4) * 32;
   }
   __device__ __forceinline__ void copy(std::byte* stage, int i) const {
-    const uint32_t b = begin_ + static_cast<uint32_t>(i);
+    uint32_t b = begin_ + static_cast<uint32_t>(i);
+    if constexpr (LEAN) {
+      asm volatile("" : "+r"(b));
+    }
     async_copy16(stage + 16 * lane_index(), data_ + 32 * i);
     async_copy4(stage + 512 + 4 * lane_index(), scales_ + (b / 4 * 32 + b % 4));  // four blocks share a cache line
   }
@@ -126,10 +125,19 @@ struct Shared {
   int first;  // of the block's share
   int last;
 };
+template <class Range, int KW, bool GATE_UP>
+struct SharedWithTail : Shared<Range, KW> {
+  Adapters<GATE_UP> adapters[kWarps];
+  uint32_t items;  // of the shrink beside
+};
+template <bool GATE_UP, class Range, int KW, Lora LORA>
+using SharedOf = std::conditional_t<LORA == Lora::kBeside, SharedWithTail<Range, KW, GATE_UP>, Shared<Range, KW>>;
 
-// By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago.
-template <class Shared>
-__device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, int num_experts, Shared& s) {
+// By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago. BESIDE: also
+// the items of the shrink, of which each segment has so many.
+template <bool BESIDE, class Shared>
+__device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, int num_experts, Shared& s,
+                                           int items_of_segment, Items& items) {
   const int i = static_cast<int>(threadIdx.x);
   int expert = 0;
   if (i < num_pairs) {
@@ -137,6 +145,9 @@ __device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, i
   }
   if (i == kThreads - 1) {
     s.order.num_active = __ldcg(p.order.num_active);
+  }
+  if constexpr (BESIDE) {
+    items.count = __ldcg(p.order.num_segments) * items_of_segment;
   }
   const bool may_be_active = i < min(num_pairs, num_experts);
   if (may_be_active) {
@@ -148,8 +159,14 @@ __device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, i
   __syncthreads();
   if (i == kThreads - 1) {
     const auto total = static_cast<uint32_t>(s.order.num_active * p.row_tiles);
-    s.first = static_cast<int>(total * blockIdx.x / gridDim.x);
-    s.last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+    if constexpr (BESIDE) {
+      s.first = share_begin(static_cast<int>(total), items, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
+      s.last =
+          share_begin(static_cast<int>(total), items, static_cast<int>(blockIdx.x) + 1, static_cast<int>(gridDim.x));
+    } else {
+      s.first = static_cast<int>(total * blockIdx.x / gridDim.x);
+      s.last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+    }
   }
   if (may_be_active && i < s.order.num_active) {
     s.order.expert[i] = expert;
@@ -228,10 +245,10 @@ __device__ __forceinline__ float4 multiply(std::byte (&stages)[BLOCKS][Range::So
   return make_float4(acc[0][0] + acc[1][0], acc[0][1] + acc[1][1], acc[0][2] + acc[1][2], acc[0][3] + acc[1][3]);
 }
 
-// Adds up the partial sums of a row tile and stores it, by a warp.
-template <bool GATE_UP, int KW, bool LORA>
+// Adds up the partial sums of a row tile and stores it, by a warp. `adapters`: of a tail, what this warp found.
+template <bool GATE_UP, int KW, Lora LORA>
 __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const ExpertGemm& p, const Order& order,
-                                       const Place& place, const float2& bias) {
+                                       const Place& place, const float2& bias, const Adapters<GATE_UP>* adapters) {
   float sum[4] = {};
 #pragma unroll
   for (int part = 0; part < KW; ++part) {
@@ -243,115 +260,242 @@ __device__ __forceinline__ void finish(const float4 (&partial)[KW][32], const Ex
   }
   const int pair = order.begin[place.index];
   const int end = order.end[place.index];
-  if (LORA) {
+  if constexpr (LORA == Lora::kDeltas) {
     add_deltas<GATE_UP>(sum, p, place.tile, pair, end);
+  } else if constexpr (LORA == Lora::kBeside) {
+    expand_tile<GATE_UP>(sum, p, place.tile, pair, end, *adapters);
   }
   finish_tile<GATE_UP>(sum, p, bias, place.tile, pair, end);
 }
 
-// LORA: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but the deltas
-// was complete then.
-template <bool GATE_UP, class Range, int KW, bool LORA>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts) {
-  constexpr int kBlocks = Range::template kBlocks<KW>;
-  constexpr int kSlots = Range::kSlots;
-  constexpr int kTileWarps = kWarps / KW;
-  extern __shared__ uint4 dynamic_shared[];
-  auto& s = *reinterpret_cast<Shared<Range, KW>*>(dynamic_shared);
-  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
-    s.pointers[e] = Range::pointers(p, e);
+// Before this warp looks for adapters; thread 0 keeps the number of items for itself.
+template <class Shared>
+__device__ __forceinline__ void begin_tail(Shared& s, const Items& items) {
+  if (lane_index() == 0) {
+    s.adapters[warp_index()].expert = -1;
   }
-  if (!LORA) {
-    wait_for_previous();
+  if (threadIdx.x == 0) {
+    s.items = static_cast<uint32_t>(items.count);
   }
-  let_next_start();
-  load_order(p, num_pairs, num_experts, s);
-  const int part = warp_index() % KW;
-  const int begin = p.k_blocks * part / KW;
-  const int count = p.k_blocks * (part + 1) / KW - begin;
-  auto& stages = s.weights[warp_index()];
-  const int last = s.last;
-  int group = s.first;
-  int at = group + warp_index() / KW;
-  int index = -1;  // of the active expert whose weights come
+}
+
+// Looks ahead to the row tile `own` that this warp finishes next.
+template <bool GATE_UP>
+__device__ __forceinline__ void prepare_tail(const ExpertGemm& p, const Order& order, int own,
+                                             Adapters<GATE_UP>& adapters) {
+  const Place place(own, p.row_tiles);
+  const int expert = order.expert[place.index];
+  __syncwarp();  // what was found last, or that nothing was
+  if (expert != adapters.expert) {
+    find_adapters<GATE_UP>(p, expert, order.begin[place.index], order.end[place.index], adapters);
+  }
+  prefetch_b<GATE_UP>(p, place.tile, adapters);
+}
+
+// Where a warp is in its block's share of row tiles, and how it reads its range of k there.
+template <class Range>
+struct Walk {
+  int begin;  // blocks of the range
+  int count;
+  int last;   // of the share
+  int group;  // first row tile of those until the next barrier
+  int at;
+  int index = -1;     // of the active expert whose weights come
+  uint32_t left = 0;  // kBeside, by thread 0: blocks that have left the counters
   Range range;
-  if (at < last) {
-    const Place place(at, p.row_tiles);
+  // To row tile `to`, of another expert perhaps.
+  template <class Shared>
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const Shared& s, int to) {
+    const Place place(to, p.row_tiles);
     index = place.index;
     range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
   }
-  start_copies(stages, range, at < last ? count : 0);
-  uint4 x[kBlocks][2];
-  int index_of_x = -1;
+};
+
+// This warp's tiles of a group. `x` has the tokens of expert `index_of_x`.
+template <bool GATE_UP, int KW, Lora LORA, class Range, class Shared, class Stages, int BLOCKS>
+__device__ __forceinline__ void multiply_group(const ExpertGemm& p, Shared& s, Stages& stages, Walk<Range>& walk,
+                                               uint4 (&x)[BLOCKS][2], int& index_of_x) {
+  constexpr int kTileWarps = kWarps / KW;
+  const int end = min(walk.group + Range::kSlots, walk.last);
 #pragma unroll 1
-  for (; group < last; group += kSlots) {
-#pragma unroll 1
-    for (; at < min(group + kSlots, last); at += kTileWarps) {
-      if (index != index_of_x) {
-        index_of_x = index;
-        load_tokens(x, p, s.order, index, begin);
+  for (; walk.at < end; walk.at += kTileWarps) {
+    if (walk.index != index_of_x) {
+      index_of_x = walk.index;
+      load_tokens(x, p, s.order, walk.index, walk.begin);
+    }
+    const int next = walk.at + kTileWarps;
+    const bool more = next < walk.last;
+    if (next < (walk.index + 1) * p.row_tiles) {
+      walk.range.advance(p, kTileWarps);
+    } else if (more) {
+      walk.locate(p, s, next);
+    }
+    bool counted = true;  // unless the shrunk values are wanted for the first time, and are not there
+    if constexpr (LORA == Lora::kBeside) {
+      if (threadIdx.x == 0 && walk.group == s.first && next >= end) {
+        counted = has_count(p.lora.counters, s.items);  // while the last weights before the barrier come
       }
-      const bool more = at + kTileWarps < last;
-      if (at + kTileWarps < (index + 1) * p.row_tiles) {
-        range.advance(p, kTileWarps);
-      } else if (more) {
-        const Place place(at + kTileWarps, p.row_tiles);
-        index = place.index;
-        range.locate(p, s.pointers[s.order.expert[index]], place.tile, begin);
+      __syncwarp();
+    }
+    s.partial[walk.at - walk.group][warp_index() % KW][lane_index()] =
+        multiply<Range>(stages, x, walk.range, walk.count, more);
+    if constexpr (LORA == Lora::kBeside) {
+      if (threadIdx.x == 0 && walk.group == s.first && next >= end) {
+        if (!counted) {
+          wait_for_count(p.lora.counters, s.items);
+        }
+        walk.left = leave(p.lora.counters, gridDim.x);
       }
-      s.partial[at - group][part][lane_index()] = multiply<Range>(stages, x, range, count, more);
+      __syncwarp();
     }
-    const int own = group + warp_index();
-    const bool finishes = warp_index() < kSlots && own < last;
-    const Place finished(min(own, last - 1), p.row_tiles);
-    const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[finished.index], finished.tile);
-    if (LORA) {
-      wait_for_previous();  // the deltas are there
-    }
-    __syncthreads();  // the partial sums of all warps are there
-    if (finishes) {
-      finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, finished, bias);
-    }
-    if (group + kSlots < last) {
-      __syncthreads();  // the sums are read
+    if constexpr (LORA == Lora::kBeside) {
+      if (walk.at < walk.group + kTileWarps && warp_index() < end - walk.group) {  // while the next weights come
+        prepare_tail<GATE_UP>(p, s.order, walk.group + warp_index(), s.adapters[warp_index()]);
+      }
     }
   }
-  if (LORA) {
+}
+
+// By the whole block: the row tiles of a group, a warp each.
+template <bool GATE_UP, int KW, Lora LORA, int SLOTS, class Shared>
+__device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int group, int last) {
+  const int own = group + warp_index();
+  const bool finishes = warp_index() < SLOTS && own < last;
+  const Place place(min(own, last - 1), p.row_tiles);
+  const float2 bias = tile_bias<GATE_UP>(p, s.order.expert[place.index], place.tile);
+  if (LORA == Lora::kDeltas) {
+    wait_for_previous();  // the deltas are there
+  }
+  __syncthreads();  // the partial sums of all warps are there
+  if (finishes) {
+    const Adapters<GATE_UP>* adapters = nullptr;
+    if constexpr (LORA == Lora::kBeside) {
+      adapters = &s.adapters[warp_index()];
+    }
+    finish<GATE_UP, KW, LORA>(s.partial[warp_index()], p, s.order, place, bias, adapters);
+  }
+  if (group + SLOTS < last) {
+    __syncthreads();  // the sums are read
+  }
+}
+
+// kDeltas: the kernel ahead, which computes the deltas, passed its wait before this one began, so that all but what it
+// computes was complete then. kBeside: the first `producers` blocks shrink.
+template <bool GATE_UP, class Range, int KW, Lora LORA>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers) {
+  extern __shared__ uint4 dynamic_shared[];
+  auto& s = *reinterpret_cast<SharedOf<GATE_UP, Range, KW, LORA>*>(dynamic_shared);
+  for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
+    s.pointers[e] = Range::pointers(p, e);
+  }
+  Items items{0, producers};
+  const int panels = LORA == Lora::kBeside ? *p.lora.max_rank / kTileRanks : 0;
+  if (LORA != Lora::kDeltas) {
+    wait_for_previous();
+  }
+  let_next_start();
+  load_order<LORA == Lora::kBeside>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items);
+  if constexpr (LORA == Lora::kBeside) {
+    begin_tail(s, items);
+  }
+  Walk<Range> walk;
+  const int part = warp_index() % KW;
+  walk.begin = p.k_blocks * part / KW;
+  walk.count = p.k_blocks * (part + 1) / KW - walk.begin;
+  walk.last = s.last;
+  walk.group = s.first;
+  walk.at = walk.group + warp_index() / KW;
+  const bool has_tiles = walk.at < walk.last;
+  if (has_tiles) {
+    walk.locate(p, s, walk.at);
+  }
+  auto& stages = s.weights[warp_index()];
+  start_copies(stages, walk.range, has_tiles ? walk.count : 0);
+  if constexpr (LORA == Lora::kBeside) {
+    static_assert(sizeof(s.partial) >= kWarps * kTileRanks * kRowsMax * sizeof(float));
+    shrink_items<GATE_UP, Range::template kBlocks<8>>(p, items, panels, reinterpret_cast<float*>(s.partial));
+  }
+  uint4 x[Range::template kBlocks<KW>][2];
+  int index_of_x = -1;
+#pragma unroll 1
+  for (; walk.group < walk.last; walk.group += Range::kSlots) {
+    multiply_group<GATE_UP, KW, LORA>(p, s, stages, walk, x, index_of_x);
+    if constexpr (LORA == Lora::kBeside) {
+      asm volatile("" : "+r"(walk.group));  // nothing that follows from it is kept in registers
+    }
+    finish_group<GATE_UP, KW, LORA, Range::kSlots>(p, s, walk.group, walk.last);
+  }
+  if (LORA == Lora::kDeltas) {
     wait_for_previous();  // also in a block without a share: its end must mean that all before it has ended
+  }
+  if (LORA == Lora::kBeside && threadIdx.x == 0) {
+    if (s.first >= s.last) {
+      walk.left = leave(p.lora.counters, gridDim.x);
+    }
+    clear_after_last(p.lora.counters, walk.left, gridDim.x);
   }
   async_wait<0>();
 }
 
-template <bool GATE_UP, class Range, int KW, bool LORA>
+template <bool GATE_UP, class Range, int KW, Lora LORA>
 void launch_of(const ExpertGemm& p, int num_pairs, int num_experts, const CudaStream& state) {
   constexpr auto kKernel = expert_few_kernel<GATE_UP, Range, KW, LORA>;
-  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared<Range, KW>)),
+  constexpr size_t kSharedBytes = sizeof(SharedOf<GATE_UP, Range, KW, LORA>);
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
              "shared memory of the expert product");
   const int64_t tiles = int64_t{std::min(num_pairs, num_experts)} * p.row_tiles;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, int64_t{state.num_sms} * kBlocksPerSm));
-  launch_dependent(kKernel, dim3(grid), kThreads, sizeof(Shared<Range, KW>), state, p, num_pairs, num_experts);
+  const int producers = std::min(static_cast<int>(grid), state.num_sms);  // one an SM
+  launch_dependent(kKernel, dim3(grid), kThreads, kSharedBytes, state, p, num_pairs, num_experts, producers);
 }
+// How a kernel with a tail reads the weights.
+template <class Range>
+struct WithTail {
+  using Type = Range;
+};
+template <bool GATE_UP>
+struct WithTail<TilesRange<GATE_UP, false>> {
+  using Type = TilesRange<GATE_UP, true>;
+};
 template <bool GATE_UP, class Range, int KW>
-void launch(const ExpertGemm& p, int num_pairs, int num_experts, const CudaStream& state) {
-  p.lora.row_slot != nullptr ? launch_of<GATE_UP, Range, KW, true>(p, num_pairs, num_experts, state)
-                             : launch_of<GATE_UP, Range, KW, false>(p, num_pairs, num_experts, state);
+void launch(const ExpertGemm& p, Lora lora, int num_pairs, int num_experts, const CudaStream& state) {
+  switch (lora) {
+    case Lora::kNone:
+      return launch_of<GATE_UP, Range, KW, Lora::kNone>(p, num_pairs, num_experts, state);
+    case Lora::kDeltas:
+      return launch_of<GATE_UP, Range, KW, Lora::kDeltas>(p, num_pairs, num_experts, state);
+    case Lora::kBeside:
+      return launch_of<GATE_UP, typename WithTail<Range>::Type, KW, Lora::kBeside>(p, num_pairs, num_experts, state);
+  }
+}
+
+// Whether this kernel can.
+template <bool GATE_UP, bool TILES>
+bool fits(const ExpertGemm& p, int num_rows, int num_pairs, int num_experts) {
+  using Range = std::conditional_t<TILES, TilesRange<GATE_UP>, RowsRange<GATE_UP>>;
+  return num_rows <= kRowsMax && num_pairs <= kPairsMax && num_experts <= kExpertsMax &&
+         (TILES || (p.k % 64 == 0 && p.rows % 16 == 0)) && p.k_blocks <= 8 * Range::template kBlocks<8>;
 }
 
 }  // namespace few
 
-// False where this kernel cannot: nothing was launched.
+// False where this kernel cannot: nothing was launched. `lora`: where the deltas come from, if there are adapters.
 template <bool GATE_UP, bool TILES>
-bool launch_expert_few(const ExpertGemm& p, int num_rows, int num_pairs, int num_experts, const CudaStream& state) {
+bool launch_expert_few(const ExpertGemm& p, few::Lora lora, int num_rows, int num_pairs, int num_experts,
+                       const CudaStream& state) {
   using Range = std::conditional_t<TILES, few::TilesRange<GATE_UP>, few::RowsRange<GATE_UP>>;
-  if (num_rows > few::kRowsMax || num_pairs > few::kPairsMax || num_experts > few::kExpertsMax ||
-      (!TILES && (p.k % 64 != 0 || p.rows % 16 != 0)) || p.k_blocks > 8 * Range::template kBlocks<8>) {
+  if (!few::fits<GATE_UP, TILES>(p, num_rows, num_pairs, num_experts)) {
     return false;
   }
+  if (p.lora.row_slot == nullptr) {
+    lora = few::Lora::kNone;
+  }
   if (p.k_blocks <= 4 * Range::template kBlocks<4>) {
-    few::launch<GATE_UP, Range, 4>(p, num_pairs, num_experts, state);
+    few::launch<GATE_UP, Range, 4>(p, lora, num_pairs, num_experts, state);
   } else {
-    few::launch<GATE_UP, Range, 8>(p, num_pairs, num_experts, state);
+    few::launch<GATE_UP, Range, 8>(p, lora, num_pairs, num_experts, state);
   }
   return true;
 }

@@ -26,12 +26,16 @@ struct ExpertLora {
   AdapterTable table;
   const int32_t* row_slot = nullptr;  // null: no adapters at all
   const float* row_scale = nullptr;
-  const float* shrunk = nullptr;  // [P, modules, rank_stride]; modules are gate and up, or down alone
+  // [P, modules, rank_stride]; modules are gate and up, or down alone. Bf16 for kernels/moe/expert_prefill_sm90.cuh.
+  const float* shrunk = nullptr;
   int rank_stride = 0;
   int layer = 0;
   // Few tokens: the deltas themselves (kernels/moe/expert_delta.cuh, expert_expand.cuh).
   float* delta = nullptr;      // [P, modules, rows], of pairs and modules that are adapted
   int32_t* adapted = nullptr;  // [P, modules], 0 = not
+  // A shrink beside the product (kernels/moe/expert_few_lora.cuh).
+  const int32_t* max_rank = nullptr;  // of the batch's adapters, a multiple of 8
+  uint32_t* counters = nullptr;       // CudaStream::counters
 };
 
 // One product of all experts, passed to kernels by value. "low" are rows 0-7 of a row tile, "high" rows 8-15.
@@ -50,6 +54,10 @@ struct ExpertGemm {
   const __nv_bfloat16* x = nullptr;  // by batch row, or by pair
   int64_t x_stride = 0;
   bool x_by_pair = false;
+  // Many tokens: scratch for the tokens as kernels/moe/expert_tokens.cuh arranges them, null = there is none.
+  std::byte* token_room = nullptr;
+  const std::byte* tokens = nullptr;  // they are there
+  int token_places = 0;
   MoeOrder order;
   ExpertLora lora;
   MoeActivation activation = MoeActivation::kSilu;
@@ -298,7 +306,7 @@ template <bool GATE_UP>
 __device__ __forceinline__ float2 tile_bias(const ExpertGemm& p, int expert, int tile) {
   const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
   const int n_high = GATE_UP ? n_low : n_low + 8;
-  const int64_t bias = int64_t{expert} * p.rows;
+  const int64_t bias = int64_t{static_cast<uint32_t>(expert)} * p.rows;  // no sign to keep in a register
   return {p.low_bias != nullptr && n_low < p.rows ? __ldg(p.low_bias + bias + n_low) : 0.0f,
           p.high_bias != nullptr && n_high < p.rows ? __ldg(p.high_bias + bias + n_high) : 0.0f};
 }

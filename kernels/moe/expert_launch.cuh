@@ -7,6 +7,7 @@
 #include "kernels/lora/lora_shrink_cuda.h"
 #include "kernels/moe/expert_decode.cuh"
 #include "kernels/moe/expert_delta.cuh"
+#include "kernels/moe/expert_delta_stream.cuh"
 #include "kernels/moe/expert_expand.cuh"
 #include "kernels/moe/expert_few.cuh"
 #include "kernels/moe/expert_prefill.cuh"
@@ -22,10 +23,31 @@ constexpr int kMinItemsPerSm = 8;
 // tiles (gpt-oss shape, H200: 64 rows, eight pairs an expert, gate_up 96 us against 104 and a step of six layers 1,753
 // us against 1,880; 8 rows, one pair an expert, 47 us against 43).
 constexpr int kStreamTokensPerExpert = 4;
+// Rows of MXFP4 up to which LoRA is inside the product (H200, six layers of the gpt-oss shape as one graph, with the
+// dense linears' shrink beside, too: 1 row 669 us, with all deltas in a launch before it 694; 2 rows 773 and 779; 4
+// rows 939 and 874). Of bf16 rows deltas before it are always faster (Qwen3-30B-A3B's shape, 1 row: 562 and 523 us).
+constexpr int kBesideRows = 1;
+// Pairs from which the deltas come from blocks without clusters (gpt-oss, six layers: 16 rows 1,432 us and 1,336 by
+// clusters; 32 rows 1,707 and 1,780; 64 rows 2,239 and 2,440; Qwen3-30B-A3B, 64 rows 3,298 and 4,058).
+constexpr int kBlocksPairs = 128;
 
 inline bool aligned16(const Rows& rows) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 &&
          rows.stride * static_cast<int64_t>(dtype_bytes(rows.dtype)) % 16 == 0;
+}
+
+// Room in scratch behind the shrunk values for arranged tokens, null if there is none.
+template <class Args>
+std::byte* token_room(const Args& args, size_t modules, size_t k) {
+  const size_t pairs = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k);
+  const size_t shrunk =
+      args.lora == nullptr ? 0 : pairs * modules * static_cast<size_t>(args.lora->rank_stride) * sizeof(float);
+  const size_t bytes = shrunk + expert_token_bytes(pairs, static_cast<size_t>(args.num_experts), k);
+  if (args.scratch == nullptr || args.scratch_bytes < bytes) {
+    return nullptr;
+  }
+  std::byte* const at = args.scratch + shrunk;
+  return at + (128 - reinterpret_cast<uintptr_t>(at) % 128) % 128;
 }
 
 // Fills in what both ops have in common. Returns the shrink, for the ways that have one; without adapters its `lora` is
@@ -56,6 +78,9 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   p.out = out.data;
   p.out_stride = out.stride;
   p.out_f32 = out.dtype == Dtype::kF32;
+  p.token_room = token_room(args, x_by_pair ? 1 : 2, static_cast<size_t>(low.cols));
+  p.token_places = static_cast<int>(expert_token_places(
+      static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k), static_cast<size_t>(args.num_experts)));
   ExpertShrinkArgs shrink;
   if (args.lora == nullptr) {
     return shrink;
@@ -84,6 +109,7 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   p.lora.shrunk = shrink.out;
   p.lora.rank_stride = shrink.rank_stride;
   p.lora.layer = args.layer;
+  p.lora.max_rank = args.lora->counts + 2;
   const size_t pairs = static_cast<size_t>(args.num_rows) * static_cast<size_t>(args.top_k);
   const auto modules = static_cast<size_t>(shrink.num_modules);
   if (args.scratch_bytes >=
@@ -94,38 +120,72 @@ ExpertShrinkArgs begin_expert_gemm(ExpertGemm& p, const Args& args, const Rows& 
   return shrink;
 }
 
+// At most 8 rows with LoRA inside the product. False: nothing was launched.
+template <bool GATE_UP, bool TILES>
+bool launch_expert_beside(ExpertGemm p, ExpertPath path, int num_rows, int num_pairs, int num_experts,
+                          const CudaStream& state) {
+  const bool wanted =
+      path == ExpertPath::kFewRowsBeside || (path == ExpertPath::kAuto && TILES && num_rows <= kBesideRows);
+  if (!wanted || p.lora.row_slot == nullptr || state.counters == nullptr ||
+      !few::fits<GATE_UP, TILES>(p, num_rows, num_pairs, num_experts)) {
+    return false;
+  }
+  p.lora.counters = state.counters;
+  return launch_expert_few<GATE_UP, TILES>(p, few::Lora::kBeside, num_rows, num_pairs, num_experts, state);
+}
+
+// Few tokens: the deltas of all adapted pairs, for the product's epilogue. True if all others have one, too.
+template <bool GATE_UP>
+bool launch_expert_deltas(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int64_t num_pairs,
+                          int num_experts, Stream& stream) {
+  const CudaStream& state = cuda_state(stream);
+  MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
+  const bool many = path == ExpertPath::kFewTokensBlocks || (path == ExpertPath::kAuto && num_pairs >= kBlocksPairs);
+  if (many && launch_expert_delta_stream<GATE_UP>(p, num_pairs, state)) {
+    return true;
+  }
+  if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
+    lora_shrink_experts_cuda(shrink, stream);
+    launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
+  }
+  return false;
+}
+
 template <bool GATE_UP, class Source, bool TILES>
 void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, ExpertPath path, int num_rows,
                         int64_t num_pairs, int num_experts, Stream& stream) {
   const CudaStream& state = cuda_state(stream);
+  if (launch_expert_beside<GATE_UP, TILES>(p, path, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
+    return;
+  }
+  if (path == ExpertPath::kFewRowsBeside) {
+    path = ExpertPath::kAuto;
+  }
   const int max_active = static_cast<int>(std::min<int64_t>(num_experts, num_pairs));
-  const bool many = path == ExpertPath::kManyTokens || path == ExpertPath::kManyTokensMma ||
-                    (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
+  const bool many =
+      is_many_tokens(path) || (path == ExpertPath::kAuto && num_pairs >= int64_t{kManyTokensPerExpert} * num_experts);
   if (many) {
+    const bool wgmma = path != ExpertPath::kManyTokensMma && has_expert_prefill_sm90<GATE_UP, Source>(state);
     if (shrink.lora != nullptr) {
-      lora_shrink_experts_cuda(shrink, stream);
+      ExpertShrinkArgs shrink_many = shrink;
+      shrink_many.out_bf16 = wgmma;
+      lora_shrink_experts_cuda(shrink_many, stream);
     }
-    if (path != ExpertPath::kManyTokensMma &&
-        launch_expert_prefill_sm90<GATE_UP, Source>(p, num_pairs, num_experts, state)) {
-      return;
-    }
-    return launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
+    return wgmma ? launch_expert_prefill_sm90<GATE_UP, Source>(p, path, num_pairs, num_experts, state)
+                 : launch_expert_prefill<GATE_UP, Source>(p, num_pairs, max_active, state);
   }
+  bool all_deltas = false;
   if (shrink.lora != nullptr) {
-    MOELORA_ASSERT(p.lora.delta != nullptr);  // expert_scratch_bytes
-    if (path == ExpertPath::kFewTokensApart || !launch_expert_delta<GATE_UP>(p, num_pairs, state)) {
-      lora_shrink_experts_cuda(shrink, stream);
-      launch_expert_expand<GATE_UP>(p, num_pairs, num_experts, state);
-    }
+    all_deltas = launch_expert_deltas<GATE_UP>(p, shrink, path, num_pairs, num_experts, stream);
   }
-  if (path == ExpertPath::kAuto &&
-      launch_expert_few<GATE_UP, TILES>(p, num_rows, static_cast<int>(num_pairs), num_experts, state)) {
+  if (path == ExpertPath::kAuto && launch_expert_few<GATE_UP, TILES>(p, few::Lora::kDeltas, num_rows,
+                                                                     static_cast<int>(num_pairs), num_experts, state)) {
     return;
   }
   if constexpr (TILES) {
-    const bool stream = path == ExpertPath::kFewTokens ||
+    const bool stream = path == ExpertPath::kFewTokens || path == ExpertPath::kFewTokensBlocks ||
                         (path == ExpertPath::kAuto && num_pairs >= int64_t{kStreamTokensPerExpert} * num_experts);
-    if (stream && launch_expert_stream<GATE_UP>(p, state)) {
+    if (stream && launch_expert_stream<GATE_UP>(p, all_deltas, num_experts, static_cast<int>(num_pairs), state)) {
       return;
     }
     const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;

@@ -4,8 +4,10 @@
 #pragma once
 
 #include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/cluster.cuh"
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_prefill_tile.cuh"
+#include "kernels/moe/expert_tokens.cuh"
 
 namespace moelora::sm90 {
 
@@ -31,18 +33,17 @@ struct Shared {
   ExpertTiles tiles;
   TileTokens tokens[2];  // of this item and of the next
   Work work[2];
-  int active;  // experts
+  int32_t slots[kMaxTokens];  // of the warp that says which tokens and adapters there are
+  int active;                 // experts
   int items;
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t described[2];  // tokens and work are there
   uint64_t done[2];       // nobody needs them any more
 };
-// Arrivals that make a stage full: of the warps that bring weights, or of their threads where copies arrive by
-// themselves, and of the threads that gather.
-constexpr int full_arrivals(bool weights_by_warps) {
-  return (weights_by_warps ? kWeightWarps : 32 * kWeightWarps) + 32;
-}
+// Arrivals that make a stage full: of all threads that bring weights or gather. A warp that writes its part itself
+// arrives for its threads; copies arrive by themselves.
+constexpr int kFullArrivals = 32 * kWeightWarps + 32;
 
 using Place = RingPlace<kStages>;
 
@@ -62,16 +63,31 @@ __device__ __forceinline__ void arrive_done(Shared& shared, uint32_t nth) {
   }
 }
 
-__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int row_blocks,
-                                          int item) {
-  const PrefillWork found = find_work(p, tiles, active, row_blocks, item);
+// The blocks of a cluster take an item together: the same tokens and neighbouring row blocks. Past the last one a block
+// only keeps step with the others.
+template <int BLOCKS>
+__device__ __forceinline__ int first_item() {
+  return static_cast<int>(blockIdx.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ int item_step() {
+  return static_cast<int>(gridDim.x) / BLOCKS;
+}
+template <int BLOCKS>
+__device__ __forceinline__ int row_groups(const ExpertGemm& p) {
+  return (p.row_tiles + BLOCKS * kRowTiles - 1) / (BLOCKS * kRowTiles);
+}
+template <int BLOCKS>
+__device__ __forceinline__ Work find_tile(const ExpertGemm& p, const ExpertTiles& tiles, int active, int item) {
+  const PrefillWork found = find_work(p, tiles, active, row_groups<BLOCKS>(p), item);
   const int least = (found.end - found.begin + found.token_tiles - 1) / found.token_tiles;
   const int width = (least + kWidthStep - 1) / kWidthStep * kWidthStep;
   Work work;
   work.expert = found.expert;
-  work.row_block = found.row_block;
+  work.row_block = found.row_block * BLOCKS + (BLOCKS == 1 ? 0 : cluster_block());
   work.pair = found.begin + found.token_tile * width;
   work.count = min(found.end - work.pair, width);
+  work.place = token_place(work.pair, work.expert, found.begin);
   return work;
 }
 
@@ -103,24 +119,58 @@ struct RingWriter {
   __device__ __forceinline__ void publish() {
     __syncwarp();  // all lanes' parts are there
     if (lane_index() == 0) {
-      mbarrier_arrive(&shared.full[at.stage]);
+      mbarrier_arrive(&shared.full[at.stage], 32);
     }
     at.advance();
   }
-  // Ends a block that this thread has started to copy (COPIES), or has written its part of.
-  template <bool COPIES>
-  __device__ __forceinline__ void publish_thread() {
-    if constexpr (COPIES) {
-      async_arrive(&shared.full[at.stage]);
-    } else {
-      mbarrier_arrive(&shared.full[at.stage]);
-    }
+  // Ends a block that this thread has started to copy.
+  __device__ __forceinline__ void publish_copies() {
+    async_arrive(&shared.full[at.stage]);
     at.advance();
+  }
+  // Asks for a block's `count` tokens, which lie in one piece, in the stage that wait_empty() gave. By one thread, of
+  // each block of the cluster: it brings its share to all of them. The stage is full after an arrival of it, too.
+  template <int BLOCKS>
+  __device__ __forceinline__ void ask_tokens(std::byte* to, const std::byte* from, int count) const {
+    uint64_t* const full = &shared.full[at.stage];
+    mbarrier_expect(full, static_cast<uint32_t>(count * kRowBytes));
+    if constexpr (BLOCKS == 1) {
+      bulk_copy(to, from, static_cast<uint32_t>(count * kRowBytes), full);
+    } else {
+      const int share = (count + BLOCKS - 1) / BLOCKS;
+      const int first = share * cluster_block() * kRowBytes;
+      const int bytes = min(share * kRowBytes, count * kRowBytes - first);
+      if (bytes > 0) {
+        bulk_copy_to_blocks(to + first, from + first, static_cast<uint32_t>(bytes), full, (1 << BLOCKS) - 1);
+      }
+    }
   }
 };
 
 // --- Weights. A filler of weights brings blocks of an item into stages, in turn: start() says which item comes next,
 // while the one before it may still have a block to store.
+
+// Writes a block of TILES row tiles into a stage, from the first one's rows on. Four rows' pieces would share banks two
+// and two: lanes of odd rows take their second pieces first.
+template <int TILES, class Block>
+__device__ __forceinline__ void store_tiles(const Block (&block)[TILES], std::byte* rows) {
+  const int g = lane_index() / 4;
+  const bool odd = g % 2 != 0;
+  const uint32_t order = odd ? 0x2301u : 0x3210u;
+  std::byte* const to = rows + g * kRowBytes;
+  const int first = (lane_index() % 4 ^ g ^ (odd ? 4 : 0)) * 16;
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const uint4 data = block[i].data;
+    const Mxfp4Scales scales(__byte_perm(block[i].scales, 0, order));
+    std::byte* low = to + i * 16 * kRowBytes;
+    std::byte* high = low + 8 * kRowBytes;
+    *reinterpret_cast<uint4*>(low + first) = expand_mxfp4(odd ? data.z : data.x, scales.pair(0));
+    *reinterpret_cast<uint4*>(high + first) = expand_mxfp4(odd ? data.w : data.y, scales.pair(2));
+    *reinterpret_cast<uint4*>(low + (first ^ 64)) = expand_mxfp4(odd ? data.x : data.z, scales.pair(1));
+    *reinterpret_cast<uint4*>(high + (first ^ 64)) = expand_mxfp4(odd ? data.y : data.w, scales.pair(3));
+  }
+}
 
 // MXFP4 tiles: a warp takes kTilesPerWarp row tiles. A lane's words are 8 inputs each, hence one piece of an operand's
 // row.
@@ -145,25 +195,9 @@ struct TilesFiller {
       source[i].load(next[i], b);
     }
   }
-  // Four rows' pieces would share banks two and two: lanes of odd rows take their second pieces first.
   static __device__ __forceinline__ void store(const typename Source::Block (&block)[kTilesPerWarp], std::byte* stage,
                                                int thread) {
-    const int g = lane_index() / 4;
-    const bool odd = g % 2 != 0;
-    const uint32_t order = odd ? 0x2301u : 0x3210u;
-    std::byte* to = stage + thread / 32 * kTilesPerWarp * 16 * kRowBytes + g * kRowBytes;
-    const int first = (lane_index() % 4 ^ g ^ (odd ? 4 : 0)) * 16;
-#pragma unroll
-    for (int i = 0; i < kTilesPerWarp; ++i) {
-      const uint4 data = block[i].data;
-      const Mxfp4Scales scales(__byte_perm(block[i].scales, 0, order));
-      std::byte* low = to + i * 16 * kRowBytes;
-      std::byte* high = low + 8 * kRowBytes;
-      *reinterpret_cast<uint4*>(low + first) = expand_mxfp4(odd ? data.z : data.x, scales.pair(0));
-      *reinterpret_cast<uint4*>(high + first) = expand_mxfp4(odd ? data.w : data.y, scales.pair(2));
-      *reinterpret_cast<uint4*>(low + (first ^ 64)) = expand_mxfp4(odd ? data.x : data.z, scales.pair(1));
-      *reinterpret_cast<uint4*>(high + (first ^ 64)) = expand_mxfp4(odd ? data.y : data.w, scales.pair(3));
-    }
+    store_tiles(block, stage + thread / 32 * kTilesPerWarp * 16 * kRowBytes);
   }
 };
 
@@ -215,63 +249,49 @@ struct FillerOf<GATE_UP, RowsSource<GATE_UP>> {
   using Filler = RowsFiller<GATE_UP>;
 };
 
-// Infinities and NaN as the largest finite number.
-__device__ __forceinline__ uint32_t finite_pair(uint32_t pair) {
-  constexpr uint32_t kLargest = 0x7F7F7F7Fu;
-  constexpr uint32_t kLeast = 0xFF7FFF7Fu;
-  const __nv_bfloat162 least =
-      __hmax2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(kLeast));
-  const __nv_bfloat162 result = __hmin2(least, reinterpret_cast<const __nv_bfloat162&>(kLargest));
-  return reinterpret_cast<const uint32_t&>(result);
-}
-
-// This lane's part of B of a step: panel t of rows g and g + 8 of its warp's row tiles.
-struct AdapterRows {
-  uint4 low[kTilesPerWarp];
-  uint4 high[kTilesPerWarp];
-};
+// B of a step: this thread copies one piece, of panel thread / 8, of every row with r % 8 == thread % 8. A granule has
+// the pieces of 64 outputs one after the other.
 template <bool GATE_UP>
-__device__ __forceinline__ void load_adapter_rows(AdapterRows& rows, const ExpertGemm& p, const TileTokens& tokens,
-                                                  const Work& work, int entry, int step, int warp) {
-  const ResolvedLora& record = entry_record<GATE_UP>(p, tokens, work.expert, entry);
-  const int panels = tokens.panels[entry];
-  const int panel = step * kStepPanels + lane_index() % 4;
-  const bool is_low = !GATE_UP || entry % 2 == 0;
-  const bool is_high = !GATE_UP || entry % 2 == 1;
-  const auto load = [&](int n, bool present) {
-    if (!present || panel >= panels) {
-      return zero_chunk();
-    }
-    const std::byte* granule = p.lora.table.resolved_granule(tokens.slots[entry / (GATE_UP ? 2 : 1)], record.b,
-                                                             record.b_pages, n / kTileColumns * panels + panel);
-    const uint4 chunk =
-        __ldg(reinterpret_cast<const uint4*>(granule + n % kTileColumns / 8 * 128 + lane_index() / 4 * 16));
-    return make_uint4(finite_pair(chunk.x), finite_pair(chunk.y), finite_pair(chunk.z), finite_pair(chunk.w));
-  };
-#pragma unroll
-  for (int i = 0; i < kTilesPerWarp; ++i) {
-    const int tile = min(work.row_block * kRowTiles + kTilesPerWarp * warp + i, p.row_tiles - 1);
-    const int n_low = (GATE_UP ? 8 : 16) * tile;
-    rows.low[i] = load(n_low, is_low);
-    rows.high[i] = load(GATE_UP ? n_low : n_low + 8, is_high);
-  }
-}
-// Once for the high and once for the low parts of the tokens' values.
-__device__ __forceinline__ void store_adapter_rows(const AdapterRows& rows, std::byte* stage, int warp) {
-  const int g = lane_index() / 4;
-#pragma unroll
-  for (int i = 0; i < kTilesPerWarp; ++i) {
-    std::byte* to = stage + (kTilesPerWarp * warp + i) * 16 * kRowBytes;
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const int piece = lane_index() % 4 + (part ^ g % 2) * 4;
-      *reinterpret_cast<uint4*>(to + piece_place(g, piece)) = rows.low[i];
-      *reinterpret_cast<uint4*>(to + piece_place(g + 8, piece)) = rows.high[i];
-    }
-  }
-}
+struct AdapterRows {
+  const uint4* from[kItemColumnTiles<GATE_UP>];
+  bool present[2];  // gate_up: of gate and up; down: of the column tiles
 
-template <bool GATE_UP, class Source>
+  __device__ __forceinline__ void find(const ExpertGemm& p, const Work& work, const TileTokens& tokens,
+                                       const StepPanel& panel, int thread) {
+    const int tiles = panel.index >= 0 ? item_column_tiles<GATE_UP>(p, work) : 0;
+#pragma unroll
+    for (int i = 0; i < kItemColumnTiles<GATE_UP>; ++i) {
+      from[i] = reinterpret_cast<const uint4*>(p.x);
+      if (i < tiles) {
+        const int index = i * entry_panels(panel.of) + panel.index;
+        const std::byte* granule = entry_granule<GATE_UP>(p, work, panel.of, tokens.next_page[panel.entry], index);
+        from[i] = reinterpret_cast<const uint4*>(granule) + thread % 8;
+      }
+    }
+    const int module = entry_module(panel.of);
+    present[0] = GATE_UP ? tiles > 0 && module == 0 : tiles > 0;
+    present[1] = GATE_UP ? tiles > 0 && module == 1 : tiles > 1;
+  }
+  __device__ __forceinline__ void copy(std::byte* stage, int thread) const {
+    std::byte* const to = stage + piece_place(thread % 8, thread / 8);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      std::byte* const low = to + i * 16 * kRowBytes;
+      std::byte* const high = low + 8 * kRowBytes;
+      if constexpr (GATE_UP) {
+        async_copy16(low, from[0] + 8 * i, present[0]);
+        async_copy16(high, from[0] + 8 * i, present[1]);
+      } else {
+        constexpr int kHalf = kRowTiles / 2;  // row tiles of a column tile
+        const uint4* const tile = from[i / kHalf] + i % kHalf * 16;
+        async_copy16(low, tile, present[i / kHalf]);
+        async_copy16(high, tile + 8, present[i / kHalf]);
+      }
+    }
+  }
+};
+
+template <bool GATE_UP, class Source, int BLOCKS>
 struct WeightWarps {
   using Filler = typename FillerOf<GATE_UP, Source>::Filler;
   const ExpertGemm& p;
@@ -300,39 +320,34 @@ struct WeightWarps {
         ring.publish();
       } else {
         filler.copy(b, ring.wait_empty(), thread());
-        ring.template publish_thread<true>();
+        ring.publish_copies();
       }
     }
   }
-  __device__ __forceinline__ void fill_steps(const Work& work) {
+  __device__ __forceinline__ void copy_steps(const Work& work) {
     const TileTokens& tokens = shared.tokens[nth % 2];
-    for (int entry = 0; entry < tokens.num_entries; ++entry) {
-      const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
-      for (int step = 0; step < steps; ++step) {
-        AdapterRows rows;
-        load_adapter_rows<GATE_UP>(rows, p, tokens, work, entry, step, thread() / 32);
-        store_adapter_rows(rows, ring.wait_empty(), thread() / 32);
-        if constexpr (Filler::kAhead) {
-          ring.publish();
-        } else {
-          ring.template publish_thread<false>();
-        }
-      }
+    StepPanel panel;
+    for (int step = 0; step < tokens.num_steps; ++step) {
+      panel.find(tokens, step * kStepPanels + thread() / 8);
+      AdapterRows<GATE_UP> rows;
+      rows.find(p, work, tokens, panel, thread());
+      rows.copy(ring.wait_empty(), thread());
+      ring.publish_copies();
     }
   }
   __device__ __forceinline__ void fill_all() {
-    const int grid = static_cast<int>(gridDim.x);
-    int item = static_cast<int>(blockIdx.x);
+    const int step = item_step<BLOCKS>();
+    int item = first_item<BLOCKS>();
     if (Filler::kAhead && item < shared.items) {
       filler.start(p, wait_described(shared, 0), thread());
     }
-    for (; item < shared.items; item += grid) {
+    for (; item < shared.items; item += step) {
       if (!Filler::kAhead) {
         filler.start(p, wait_described(shared, nth), thread());
       }
-      fill_blocks(item + grid >= shared.items);
+      fill_blocks(item + step >= shared.items);
       if (p.lora.row_slot != nullptr) {
-        fill_steps(shared.work[nth % 2]);
+        copy_steps(shared.work[nth % 2]);
       }
       arrive_done(shared, nth);
       ++nth;
@@ -342,40 +357,6 @@ struct WeightWarps {
 };
 
 // --- Tokens.
-
-// The tokens' operand of step `step` of an entry: a lane takes one panel of every 8th token.
-template <bool GATE_UP>
-__device__ __forceinline__ void fill_step(const ExpertGemm& p, const Work& work, const TileTokens& tokens, int entry,
-                                          int step, int thread, std::byte* operand) {
-  constexpr int kModules = GATE_UP ? 2 : 1;
-  constexpr int kBatch = 8;  // tokens a thread whose values are on their way together
-  constexpr int kStep = 32 / kStepPanels;
-  const int slot = tokens.slots[entry / kModules];
-  const int panel = step * kStepPanels + thread % kStepPanels;
-  const bool present = panel < tokens.panels[entry];
-  const float* const shrunk =
-      p.lora.shrunk + (static_cast<int64_t>(work.pair) * kModules + entry % kModules) * p.lora.rank_stride + 8 * panel;
-  for (int first = thread / kStepPanels; first < work.count; first += kStep * kBatch) {
-    float4 values[kBatch][2];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int token = first + kStep * i;
-      const bool own = present && token < work.count && tokens.slot[token] == slot;
-      const auto* from = reinterpret_cast<const float4*>(shrunk + token * kModules * p.lora.rank_stride);
-      values[i][0] = own ? __ldg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      values[i][1] = own ? __ldg(from + 1) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int token = first + kStep * i;
-      if (token < work.count) {
-        const SplitChunk split = split_chunk(&values[i][0].x);
-        *reinterpret_cast<uint4*>(operand + piece_place(token, thread % kStepPanels)) = split.high;
-        *reinterpret_cast<uint4*>(operand + piece_place(token, thread % kStepPanels + 4)) = split.low;
-      }
-    }
-  }
-}
 
 // Copies of 16 bytes, or zeros, to four places, as one instruction each and no branch.
 struct CopyRows {
@@ -395,7 +376,7 @@ struct CopyRows {
   }
 };
 
-template <bool GATE_UP>
+template <bool GATE_UP, int BLOCKS>
 struct GatherWarp {
   const ExpertGemm& p;
   Shared& shared;
@@ -430,25 +411,84 @@ struct GatherWarp {
           copy.go(first + i < groups, (first + i) * 16 * kRowBytes, from, chunks[i]);
         }
       }
-      ring.publish_thread<true>();
+      ring.publish_copies();
     }
   }
-  __device__ __forceinline__ void fill_steps(const Work& work) {
+  // The same, of arranged tokens.
+  __device__ __forceinline__ void copy_arranged(const Work& work) {
+    const std::byte* from = p.tokens + int64_t{work.place} * kRowBytes;
+    for (int b = 0; b < p.k_blocks; ++b) {
+      std::byte* const to = ring.wait_empty() + kWeightBytes;
+      if (lane_index() == 0) {
+        ring.template ask_tokens<BLOCKS>(to, from, work.count);
+      }
+      ring.publish();
+      from += int64_t{p.token_places} * kRowBytes;
+    }
+  }
+  // The steps. A lane's piece is the same panel for all tokens: its own adapter's shrunk values, zeros of the others,
+  // whose addresses are of no matter.
+  __device__ __forceinline__ void copy_steps(const Work& work) {
+    constexpr int kModules = GATE_UP ? 2 : 1;
     const TileTokens& tokens = shared.tokens[nth % 2];
-    for (int entry = 0; entry < tokens.num_entries; ++entry) {
-      const int steps = tokens.first_step[entry + 1] - tokens.first_step[entry];
-      for (int step = 0; step < steps; ++step) {
-        fill_step<GATE_UP>(p, work, tokens, entry, step, lane_index(), ring.wait_empty() + kWeightBytes);
-        ring.publish_thread<false>();
+    int lane = lane_index();
+    asm volatile("" : "+r"(lane));  // so that no register keeps across items what follows from it
+    const int piece = lane % 8;
+    const int row = lane / 8 * 4;
+    const int stride = p.lora.rank_stride / 8;  // chunks
+    const auto* const shrunk =
+        reinterpret_cast<const uint4*>(p.lora.shrunk) + int64_t{work.pair + row} * kModules * stride;
+    StepPanel panel;
+    for (int step = 0; step < tokens.num_steps; ++step) {
+      panel.find(tokens, step * kStepPanels + piece);
+      const bool there = panel.index >= 0;
+      const int slot = there ? panel.of.slot : -1;
+      const uint4* from[4];
+      from[0] = as_base(shrunk + (there ? entry_module(panel.of) * stride + panel.index : 0));
+#pragma unroll
+      for (int j = 1; j < 4; ++j) {
+        from[j] = as_base(from[0] + j * kModules * stride);
+      }
+      std::byte* const to = ring.wait_empty() + kWeightBytes + row * kRowBytes;
+#pragma unroll
+      for (int first = 0; first < kMaxTokens; first += kSlotTokens) {
+        if (first < work.count) {
+          copy_values(to, piece, row, tokens.slot + row, first, slot, from, 16 * kModules * stride);
+        }
+      }
+      ring.publish_copies();
+    }
+  }
+  // Tokens first .. first + kSlotTokens - 1 of the tile, one of 16 by this lane; `group`: chunks from 16 tokens to the
+  // next.
+  static __device__ __forceinline__ void copy_values(std::byte* to, int piece, int row, const int32_t* slots, int first,
+                                                     int slot, const uint4* const (&from)[4], int group) {
+    int4 of[kSlotTokens / 16];
+#pragma unroll
+    for (int i = 0; i < kSlotTokens / 16; ++i) {
+      of[i] = *reinterpret_cast<const int4*>(slots + first + 16 * i);
+    }
+#pragma unroll
+    for (int i = 0; i < kSlotTokens / 16; ++i) {
+      const int at = first + 16 * i;
+      const int own[4] = {of[i].x, of[i].y, of[i].z, of[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int place = piece_place(row + j, piece) - row * kRowBytes;
+        async_copy16(to + place + at * kRowBytes, from[j] + at / 16 * group, own[j] == slot);
       }
     }
   }
   __device__ __forceinline__ void fill_all() {
-    for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
+    for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
       const Work work = wait_described(shared, nth);
-      copy_blocks(work);
+      if (p.tokens != nullptr) {
+        copy_arranged(work);
+      } else {
+        copy_blocks(work);
+      }
       if (p.lora.row_slot != nullptr) {
-        fill_steps(work);
+        copy_steps(work);
       }
       arrive_done(shared, nth);
       ++nth;
@@ -476,11 +516,11 @@ __device__ __forceinline__ void ask_weights_into_l2(const ExpertGemm& p, const W
   prefetch_l2_bulk(p.scales[work.expert] + tile * scale_bytes, scale_bytes);
 }
 
-template <bool GATE_UP, class Source>
-__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared, int row_blocks) {
+template <bool GATE_UP, class Source, int BLOCKS>
+__device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shared) {
   uint32_t nth = 0;
-  for (int item = static_cast<int>(blockIdx.x); item < shared.items; item += static_cast<int>(gridDim.x)) {
-    const Work work = find_tile(p, shared.tiles, shared.active, row_blocks, item);
+  for (int item = first_item<BLOCKS>(); item < shared.items; item += item_step<BLOCKS>()) {
+    const Work work = find_tile<BLOCKS>(p, shared.tiles, shared.active, item);
     if constexpr (FillerOf<GATE_UP, Source>::Filler::kAhead) {
       ask_weights_into_l2<GATE_UP>(p, work);
     }
@@ -495,7 +535,11 @@ __device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shar
     }
     __syncwarp();
     if (p.lora.row_slot != nullptr) {
-      list_entries<GATE_UP>(p, work, tokens);
+      const int looked_at = (work.count + kSlotTokens - 1) / kSlotTokens * kSlotTokens;
+      for (int i = described + lane_index(); i < looked_at; i += 32) {
+        tokens.slot[i] = 0;
+      }
+      list_entries<GATE_UP>(p, work, tokens, shared.slots);
       __syncwarp();
     }
     if (lane_index() == 0) {

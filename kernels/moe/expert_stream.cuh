@@ -1,97 +1,143 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on, where there are several tokens an expert: a
 // stream of weights with a little arithmetic beside it. One block an SM takes a contiguous share of all (active expert,
-// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, one a warp, over
-// all of k, so that no sums have to meet; up to 32 of the expert's tokens pass with them, so that a weight is expanded
-// once for all. Weights and tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by
-// four warps with bulk copies, which run ahead across tiles and experts. A token's bits do not depend on what else is
-// in the batch. Limited by the latency of four warps a scheduler, about 95 instructions a row tile and block each.
-// Tried (gate_up of gpt-oss shape, 64 rows, 21 experts; this 96 us, expert_decode.cuh 104): the products by wgmma,
-// weights in registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row
-// tiles, whatever the experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in
-// expert_few.cuh (16 warps; a step of six layers 1,757 us, this 1,721; with 8 adapters 2,427, this 2,437). Fewer tokens
-// an expert are faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked
-// for before the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were
-// wrong at times; why was not found out.
+// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, a round, as
+// strips of two; up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all. Weights and
+// tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four warps with bulk
+// copies, which run ahead across rounds and experts. Two warps share a strip and take every other stage each; their
+// sums meet at the end of the round, where each finishes one of the two row tiles. What a warp loads of the tokens
+// serves both tiles of its strip, and of a whole stage nothing branches: that is what it takes fewer instructions and
+// less of the shared memory's bandwidth by than with one row tile a warp, the kernel before this (gate_up of gpt-oss
+// shape, 64 rows, 21 experts: 96 us). Instructions of the warps that multiply, a row tile and block: 63 of up to 8
+// tokens, 68 of up to 16, 80 of up to 32; before 80, 87 and 100. A token's bits do not depend on what else is in the
+// batch.
+// Tried beside the kernel before this (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in registers,
+// 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row tiles, whatever the
+// experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in expert_few.cuh (16 warps;
+// a step of six layers 1,757 us, that one 1,721; with 8 adapters 2,427, that one 2,437). Fewer tokens an expert are
+// faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked for before
+// the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were wrong at
+// times; why was not found out.
 #pragma once
 
 #include <algorithm>
 
 #include "kernels/cuda/mbarrier.cuh"
+#include "kernels/cuda/wgmma.cuh"
 #include "kernels/moe/expert_decode.cuh"
 
 namespace moelora {
 namespace stream {
 
-constexpr int kTiles = 16;  // at once, one a warp
-constexpr int kMultiplyThreads = 32 * kTiles;
-// Warps that fill, each by single lanes: two for the weights, two for the tokens.
-constexpr int kTokenWarps = 2;
-constexpr int kFillWarps = 2 + kTokenWarps;
-constexpr int kThreads = kMultiplyThreads + 32 * kFillWarps;
+constexpr int kWarpTiles = 2;  // row tiles of a warp: what it loads of the tokens serves both
+constexpr int kStrips = 8;     // of kWarpTiles row tiles, at once
+constexpr int kTiles = kStrips * kWarpTiles;
+constexpr int kTurns = 2;  // warps of a strip: stages of the ring are theirs in turn
+constexpr int kMultiplyWarps = kStrips * kTurns;
+// Warps that fill: each every kFillWarps-th row tile and token, a copy a lane.
+constexpr int kFillWarps = 4;
+constexpr int kThreads = 32 * (kMultiplyWarps + kFillWarps);
+
+// Of a thread. Together no more than all threads begin with.
+constexpr int kMultiplyRegisters = 112;
+constexpr int kFillRegisters = 32;
 
 constexpr int kStageBlocks = 4;  // as many share a group of scales
+constexpr int kStageInputs = kStageBlocks * 64;
 constexpr int kMaxTokens = 32;
 constexpr int kTileStageBytes = kStageBlocks * kMxfp4TileBytes;
-constexpr int kTokenBytes = kStageBlocks * 128;
+constexpr int kTokenBytes = kStageInputs * 2;
 // Of a token in a stage: lanes of two tokens that load together fall into different banks.
 constexpr int kTokenStride = kTokenBytes + 64;
 constexpr int kScalesBegin = kTiles * kTileStageBytes;
 constexpr int kTokensBegin = kScalesBegin + kTiles * kMxfp4ScaleGroupBytes;
 constexpr int kStageBytes = kTokensBegin + kMaxTokens * kTokenStride;
 constexpr int kStages = 4;
-constexpr int kSharedBytes = kStages * kStageBytes;
+
+// Sums that the warps of a strip give each other, of up to kGroups groups of 8 tokens.
+struct Exchange {
+  static constexpr int kGroups = 2;
+  float4 to[kStrips][kTurns][kGroups][32];
+};
+constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Exchange));
 
 struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  int share[2];  // row tiles of all active experts, one after the other: the first of this block, and of the next
+  int share[2];  // row tiles of all experts, one after the other: the first of this block, and of the next
 };
 
-// What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs.
+// What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs, those that fill
+// included.
 __device__ __forceinline__ int tile_cost(int tokens) {
-  constexpr int kAll = 97;
+  constexpr int kAll = 98;
   const int rest = tokens % kMaxTokens;
-  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 72 : rest <= 16 ? 80 : kAll);
+  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 78 : rest <= 16 ? 84 : kAll);
 }
-// Cuts the row tiles of all active experts into shares of about equal cost. By one warp.
-__device__ __forceinline__ void find_share(const ExpertGemm& p, Shared& shared) {
-  const int active = __ldg(p.order.num_active);
-  const auto cost_of = [&](int index) {
-    const int expert = __ldg(p.order.active_experts + index);
-    return tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
+// What a block that changes to another expert takes more, of row tiles of few tokens: the stages of a round of few row
+// tiles come no faster than their latency.
+constexpr int kStartTiles = 2;
+constexpr int kStartCost = kStartTiles * 78;
+
+// Cuts the row tiles of all active experts into shares of about equal cost. By one warp, from nothing but the pairs'
+// begins: lists of active experts would be loads that wait for each other.
+__device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts, Shared& shared) {
+  const auto cost_of = [&](int expert) {
+    return expert >= num_experts
+               ? 0
+               : tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
   };
-  int total = 0;
-  for (int first = 0; first < active; first += 32) {
-    const int index = first + lane_index();
-    total += __reduce_add_sync(0xffffffffu, index < active ? cost_of(index) : 0);
+  const auto cost_of_all = [&](int tile_costs, int starts) {
+    return int64_t{tile_costs} * p.row_tiles + int64_t{starts} * kStartCost;
+  };
+  int64_t all = 0;
+  for (int first = 0; first < num_experts; first += 32) {
+    const int cost = cost_of(first + lane_index());
+    all += cost_of_all(__reduce_add_sync(0xffffffffu, cost), __popc(__ballot_sync(0xffffffffu, cost != 0)));
   }
-  // Both ends, in cost of row tiles.
-  const int64_t all = int64_t{total} * p.row_tiles;
   const int64_t ends[2] = {all * blockIdx.x / gridDim.x, all * (blockIdx.x + 1) / gridDim.x};
   int64_t before = 0;
-  for (int first = 0; first < active; first += 32) {
-    const int index = first + lane_index();
-    const int cost = index < active ? cost_of(index) : 0;
+  for (int first = 0; first < num_experts; first += 32) {
+    const int expert = first + lane_index();
+    const int cost = cost_of(expert);
+    const unsigned active = __ballot_sync(0xffffffffu, cost != 0);
     int sum = cost;  // inclusive scan
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
       const int below = __shfl_up_sync(0xffffffffu, sum, offset);
       sum += lane_index() >= offset ? below : 0;
     }
-    const int64_t begin = before + int64_t{sum - cost} * p.row_tiles;
-    const int64_t end = before + int64_t{sum} * p.row_tiles;
+    const int64_t begin = before + cost_of_all(sum - cost, __popc(active & ((1u << lane_index()) - 1)));
+    const int64_t end = begin + cost_of_all(cost, 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (index < active && begin <= ends[i] && (ends[i] < end || (index + 1 == active && ends[i] == end))) {
-        shared.share[i] = index * p.row_tiles + static_cast<int>((ends[i] - begin + cost - 1) / cost);
+      if (cost != 0 && begin <= ends[i] && (ends[i] < end || (ends[i] == end && end == all))) {
+        const auto rest = static_cast<int>(ends[i] - begin) - kStartCost;
+        shared.share[i] = expert * p.row_tiles + (max(rest, 0) + cost - 1) / cost;
       }
     }
-    before += int64_t{__shfl_sync(0xffffffffu, sum, 31)} * p.row_tiles;
+    before += cost_of_all(__shfl_sync(0xffffffffu, sum, 31), __popc(active));
+  }
+}
+// Brings what filling looks up first into the L1, by the warps that have nothing else to do then: before the wait for
+// the kernel ahead what no kernel writes, after it the rest.
+template <class T>
+__device__ __forceinline__ void touch(const T* from, int count) {
+  constexpr int kBusy = 64;  // find_share, and the barriers' inits
+  const int thread = static_cast<int>(threadIdx.x) - kBusy;
+  for (int i = thread; thread >= 0 && i < count; i += kThreads - kBusy) {
+    if constexpr (sizeof(T) == 8) {
+      asm volatile("" ::"l"(__ldg(reinterpret_cast<const long long*>(from) + i)));
+    } else {
+      asm volatile("" ::"r"(__ldg(from + i)));
+    }
   }
 }
 
-using Place = RingPlace<kStages>;
+// Stages of a round.
+__device__ __forceinline__ int stages_of(const ExpertGemm& p) {
+  return (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
+}
 
 // The share of this block, group by group: up to kTiles row tiles of one expert, and up to kMaxTokens of its tokens.
 struct Walk {
@@ -118,69 +164,88 @@ struct Walk {
     }
   }
   __device__ __forceinline__ void locate(const ExpertGemm& p) {
+    for (; !ended(); item = (expert + 1) * p.row_tiles) {
+      expert = item / p.row_tiles;
+      pair = __ldg(p.order.expert_begin + expert);
+      end = __ldg(p.order.expert_begin + expert + 1);
+      if (pair < end) {
+        break;
+      }
+    }
     if (ended()) {
       return;
     }
-    expert = __ldg(p.order.active_experts + item / p.row_tiles);
     tile = item % p.row_tiles;
     const int rest = min(items_end - item, p.row_tiles - tile);
-    const int rounds = (rest + kTiles - 1) / kTiles;
-    count = (rest + rounds - 1) / rounds;  // rounds of about equal size
-    pair = __ldg(p.order.expert_begin + expert);
-    end = __ldg(p.order.expert_begin + expert + 1);
+    // Whole rounds, since others leave the SM's schedulers unequal work; but no last round of few row tiles: it takes
+    // the latency of its stages, however few bytes they are.
+    constexpr int kHalf = kTiles / 2;
+    count = rest <= kTiles ? rest : rest < kTiles + kHalf ? kHalf : kTiles;
   }
 };
 
 // --- The warps that fill.
 
-// Data (or scales) of the row tiles, by one thread: a copy takes it about 16 instructions, one after the other.
-template <bool DATA>
-__device__ __forceinline__ void fill_weights(const ExpertGemm& p, Shared& shared, std::byte* stages) {
-  Place at;
-  const int scale_groups = (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
-  const int64_t stride = DATA ? int64_t{p.k_blocks} * kMxfp4TileBytes : int64_t{scale_groups} * kMxfp4ScaleGroupBytes;
-  constexpr int kBytes = DATA ? kTileStageBytes : kMxfp4ScaleGroupBytes;
-  for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
-    const auto* from = static_cast<const std::byte*>(DATA ? p.low[walk.expert] : p.scales[walk.expert]);
-    from += walk.tile * stride;
-    for (int s = 0; s < scale_groups; ++s) {
-      const auto bytes = static_cast<uint32_t>(DATA ? min(kStageBlocks, p.k_blocks - s * kStageBlocks) * kMxfp4TileBytes
-                                                    : kMxfp4ScaleGroupBytes);
-      std::byte* const to = stages + at.stage * kStageBytes + (DATA ? 0 : kScalesBegin);
-      uint64_t* const full = &shared.full[at.stage];
-      mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
-      mbarrier_arrive_expect(full, static_cast<uint32_t>(walk.count) * bytes);
-#pragma unroll 4
-      for (int i = 0; i < walk.count; ++i) {
-        bulk_copy(to + i * kBytes, from + i * stride, bytes, full);
+// What a lane copies of every stage of a round.
+struct Part {
+  const std::byte* from = nullptr;  // null: nothing
+  int to = 0;                       // in a stage
+  uint32_t bytes = 0;
+  uint32_t last_bytes = 0;  // of the last stage
+};
+__device__ __forceinline__ Part part_of(const ExpertGemm& p, const Walk& walk, int warp) {
+  constexpr int kWarpTileCopies = (kTiles + kFillWarps - 1) / kFillWarps;
+  constexpr int kWarpTokens = (kMaxTokens + kFillWarps - 1) / kFillWarps;
+  static_assert(2 * kWarpTileCopies + kWarpTokens <= 32);
+  const int full_stages = stages_of(p) - 1;
+  const int lane = lane_index();
+  Part part;
+  if (lane < 2 * kWarpTileCopies) {
+    const int i = lane % kWarpTileCopies * kFillWarps + warp;
+    if (i < walk.count) {
+      const int64_t tile = walk.tile + i;
+      if (lane < kWarpTileCopies) {
+        part.from = static_cast<const std::byte*>(p.low[walk.expert]) + tile * p.k_blocks * kMxfp4TileBytes;
+        part.to = i * kTileStageBytes;
+        part.bytes = kTileStageBytes;
+        part.last_bytes = static_cast<uint32_t>((p.k_blocks - full_stages * kStageBlocks) * kMxfp4TileBytes);
+      } else {
+        part.from =
+            reinterpret_cast<const std::byte*>(p.scales[walk.expert]) + tile * stages_of(p) * kMxfp4ScaleGroupBytes;
+        part.to = kScalesBegin + i * kMxfp4ScaleGroupBytes;
+        part.bytes = kMxfp4ScaleGroupBytes;
+        part.last_bytes = kMxfp4ScaleGroupBytes;
       }
-      from += kBytes;
-      at.advance();
+    }
+  } else {
+    const int token = (lane - 2 * kWarpTileCopies) * kFillWarps + warp;
+    if (token < walk.tokens()) {
+      part.from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + token));
+      part.to = kTokensBegin + token * kTokenStride;
+      part.bytes = kTokenBytes;
+      part.last_bytes = static_cast<uint32_t>((p.k - full_stages * kStageInputs) * 2);
     }
   }
+  return part;
 }
 
-// Every kTokenWarps-th token, by a lane each.
-__device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
-  Place at;
-  const int token = lane_index();
+__device__ __forceinline__ void fill(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
+  RingPlace<kStages> at;
   for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
-    const int tokens = walk.tokens();
-    const bool own = token < tokens && token % kTokenWarps == warp;
-    const int copies = (tokens + kTokenWarps - 1 - warp) / kTokenWarps;
-    const auto* from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + min(token, tokens - 1)));
-    for (int left = p.k * 2; left > 0; left -= kTokenBytes) {
-      const auto bytes = static_cast<uint32_t>(min(left, kTokenBytes));
+    Part part = part_of(p, walk, warp);
+    const uint32_t all_bytes = __reduce_add_sync(0xffffffffu, part.bytes);
+    const uint32_t all_last_bytes = __reduce_add_sync(0xffffffffu, part.last_bytes);
+    for (int left = stages_of(p); left > 0; --left) {
       uint64_t* const full = &shared.full[at.stage];
       mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
       if (lane_index() == 0) {
-        mbarrier_arrive_expect(full, static_cast<uint32_t>(copies) * bytes);
+        mbarrier_arrive_expect(full, left > 1 ? all_bytes : all_last_bytes);
       }
       __syncwarp();
-      if (own) {
-        bulk_copy(stages + at.stage * kStageBytes + kTokensBegin + token * kTokenStride, from, bytes, full);
+      if (part.from != nullptr) {
+        bulk_copy(stages + at.stage * kStageBytes + part.to, part.from, left > 1 ? part.bytes : part.last_bytes, full);
+        part.from += part.bytes;
       }
-      from += kTokenBytes;
       at.advance();
     }
   }
@@ -188,118 +253,242 @@ __device__ __forceinline__ void fill_tokens(const ExpertGemm& p, Shared& shared,
 
 // --- The warps that multiply.
 
+// The deltas of adapters that the kernel ahead computes.
+enum class Deltas : uint8_t {
+  kNone,
+  kMarked,  // where they are marked as adapted (ExpertLora::adapted)
+  kAll,     // of every pair and module, as something that changes no bit where it is not adapted
+};
+
+// Of this lane's outputs and tokens: bit 4j + i, whether there is delta[j][i].
+template <bool GATE_UP, Deltas DELTAS, int NT>
+__device__ __forceinline__ uint32_t deltas_there(const ExpertGemm& p, const Walk& walk) {
+  constexpr int kModules = GATE_UP ? 2 : 1;
+  uint32_t there = 0;
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int pair = walk.pair + 8 * j + 2 * (lane_index() % 4) + i;
+      if (pair >= walk.end) {
+        continue;
+      }
+      const int32_t* const adapted = p.lora.adapted + int64_t{pair} * kModules;
+      const bool low = DELTAS == Deltas::kAll || adapted[0] != 0;
+      const bool high = GATE_UP && DELTAS == Deltas::kMarked ? adapted[1] != 0 : low;
+      there |= (low ? 1u : 0u) << (4 * j + i) | (high ? 1u : 0u) << (4 * j + 2 + i);
+    }
+  }
+  return there;
+}
+// Where there is none, or no output, something that changes no bit.
+template <bool GATE_UP, int NT>
+__device__ __forceinline__ void load_deltas(float (&delta)[NT][4], const ExpertGemm& p, const Walk& walk, int tile,
+                                            uint32_t there) {
+  constexpr int kModules = GATE_UP ? 2 : 1;
+  const int n_low = (GATE_UP ? 8 : 16) * tile + lane_index() / 4;
+  const int n_high = GATE_UP ? n_low : n_low + 8;
+#pragma unroll
+  for (int j = 0; j < NT; ++j) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t pair = walk.pair + 8 * j + 2 * (lane_index() % 4) + i;
+      const float* const low = p.lora.delta + pair * kModules * p.rows;
+      const float* const high = low + (kModules - 1) * p.rows;
+      delta[j][i] = (there >> (4 * j + i) & 1) != 0 && n_low < p.rows ? low[n_low] : -0.0f;
+      delta[j][2 + i] = (there >> (4 * j + 2 + i) & 1) != 0 && n_high < p.rows ? high[n_high] : -0.0f;
+    }
+  }
+}
+
 struct Multiplier {
   const ExpertGemm& p;
   Shared& shared;
   const std::byte* stages;
-  Place at;
-
-  __device__ __forceinline__ void leave() {
-    __syncwarp();
-    if (lane_index() == 0) {
-      mbarrier_arrive(&shared.empty[at.stage]);
-    }
-    at.advance();
-  }
+  Exchange& exchange;
+  int strip = warp_index() % kStrips;
+  int turn = warp_index() / kStrips;
+  uint32_t begun = 0;  // stages before this round
 
   // acc += one block: this lane's words and scales, and its chunks of the tokens' inputs, `second` bytes apart.
   template <int NT>
-  __device__ __forceinline__ void multiply_block(float (&acc)[NT][4], const uint4& words, uint32_t scale,
-                                                 const std::byte* tokens, int first, int second) const {
-    const TilesSource<true>::Block block{words, scale};
+  static __device__ __forceinline__ void multiply_block(float (&acc)[kWarpTiles][NT][4],
+                                                        const TilesSource<true>::Block (&blocks)[kWarpTiles],
+                                                        const std::byte* tokens, int first, int second) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      uint4 low;
-      uint4 high;
-      TilesSource<true>::chunk(block, c, low, high);
+      uint4 low[kWarpTiles];
+      uint4 high[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        TilesSource<true>::chunk(blocks[i], c, low[i], high[i]);
+      }
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const uint4 x = *reinterpret_cast<const uint4*>(tokens + 8 * j * kTokenStride + (c == 0 ? first : second));
-        mma_chunk(acc[j], low, high, x);
-      }
-    }
-  }
-
-  // acc += all of k.
-  template <int NT>
-  __device__ __forceinline__ void multiply(float (&acc)[NT][4]) {
-    const int t = lane_index() % 4;
-    const std::byte* const data = stages + warp_index() * kTileStageBytes + lane_index() * 16;
-    const std::byte* const scales =
-        stages + kScalesBegin + warp_index() * kMxfp4ScaleGroupBytes + lane_index() / 4 * 16;
-    const std::byte* const tokens = stages + kTokensBegin + lane_index() / 4 * kTokenStride;
-    // Chunks past the end of k, whose weights are zeros, repeat the last one: what lies there may be no number.
-    const int last_chunk = (p.k - 1) / 8 % 8;
-    for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      mbarrier_wait(&shared.full[at.stage], at.parity);
-      const int stage = at.stage * kStageBytes;
-      const uint4 scale = *reinterpret_cast<const uint4*>(scales + stage);
 #pragma unroll
-      for (int j = 0; j < kStageBlocks; ++j) {
-        if (j >= left) {
-          break;
+        for (int i = 0; i < kWarpTiles; ++i) {
+          mma_chunk(acc[i][j], low[i], high[i], x);
         }
-        const uint4 words = *reinterpret_cast<const uint4*>(data + stage + j * kMxfp4TileBytes);
-        const int end = j + 1 == left ? last_chunk : 7;
-        multiply_block<NT>(acc, words,
-                           j == 0   ? scale.x
-                           : j == 1 ? scale.y
-                           : j == 2 ? scale.z
-                                    : scale.w,
-                           tokens + stage + j * 128, 16 * min(t, end), 16 * min(4 + t, end));
       }
-      leave();
     }
   }
-  // What a warp without a row tile does in the meantime.
-  __device__ __forceinline__ void skip() {
-    for (int left = p.k_blocks; left > 0; left -= kStageBlocks) {
-      mbarrier_wait(&shared.full[at.stage], at.parity);
-      leave();
+  // acc += a whole stage. Nothing in it branches, so that blocks overlap.
+  template <int NT>
+  __device__ __forceinline__ void multiply_stage(float (&acc)[kWarpTiles][NT][4], const std::byte* stage) const {
+    const std::byte* const data = stage + strip * kWarpTiles * kTileStageBytes + lane_index() * 16;
+    const std::byte* const tokens = stage + kTokensBegin + lane_index() / 4 * kTokenStride + lane_index() % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < kStageBlocks; ++j) {
+      TilesSource<true>::Block blocks[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        blocks[i].data = *reinterpret_cast<const uint4*>(data + i * kTileStageBytes + j * kMxfp4TileBytes);
+        blocks[i].scales = *reinterpret_cast<const uint32_t*>(scales(stage, i) + 4 * j);
+      }
+      multiply_block<NT>(acc, blocks, tokens + j * 128, 0, 64);
+    }
+  }
+  // acc += the last stage, of `inputs` inputs. Chunks past the end of k, whose weights are zeros, repeat the last one:
+  // what lies there may be no number.
+  template <int NT>
+  __device__ __forceinline__ void multiply_rest(float (&acc)[kWarpTiles][NT][4], const std::byte* stage,
+                                                int inputs) const {
+    const int t = lane_index() % 4;
+    const std::byte* data = stage + strip * kWarpTiles * kTileStageBytes + lane_index() * 16;
+    const std::byte* tokens = stage + kTokensBegin + lane_index() / 4 * kTokenStride;
+#pragma unroll 1
+    for (int j = 0; 64 * j < inputs; ++j) {
+      TilesSource<true>::Block blocks[kWarpTiles];
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+        blocks[i].data = *reinterpret_cast<const uint4*>(data + i * kTileStageBytes);
+        blocks[i].scales = *reinterpret_cast<const uint32_t*>(scales(stage, i) + 4 * j);
+      }
+      const int end = min((inputs - 1 - 64 * j) / 8, 7);
+      multiply_block<NT>(acc, blocks, tokens, 16 * min(t, end), 16 * min(4 + t, end));
+      data += kMxfp4TileBytes;
+      tokens += 128;
+    }
+  }
+  // This lane's of a row tile of the strip.
+  [[nodiscard]] __device__ __forceinline__ const std::byte* scales(const std::byte* stage, int i) const {
+    return stage + kScalesBegin + (strip * kWarpTiles + i) * kMxfp4ScaleGroupBytes + lane_index() / 4 * 16;
+  }
+
+  // use(stage, inputs) for every stage of this warp's, when it is there. Afterwards it may be filled again. A place of
+  // the ring is always the same warps': others could take its last use for the one that they wait for. Which half of a
+  // round's stages a warp has may change with the round; their sum does not.
+  template <class Use>
+  __device__ __forceinline__ void each_stage(const Use& use) {
+    static_assert(kStages % kTurns == 0 && kTurns == 2);
+    const int count = stages_of(p);
+    for (int s = static_cast<int>((begun + static_cast<uint32_t>(turn)) % kTurns); s < count; s += kTurns) {
+      const uint32_t at = begun + static_cast<uint32_t>(s);
+      const uint32_t place = at % kStages;
+      mbarrier_wait(&shared.full[place], at / kStages % 2);
+      use(stages + place * kStageBytes, p.k - s * kStageInputs);
+      __syncwarp();
+      if (lane_index() == 0) {
+        mbarrier_arrive(&shared.empty[place]);
+      }
+    }
+    begun += static_cast<uint32_t>(count);
+  }
+
+  // sum = what both warps of the strip have of row tile `turn` of it. Both call it.
+  template <int NT>
+  __device__ __forceinline__ void meet(float (&sum)[NT][4], const float (&acc)[kWarpTiles][NT][4]) {
+    static_assert(kTurns == 2 && kWarpTiles == 2);
+    constexpr int kAtOnce = NT < Exchange::kGroups ? NT : Exchange::kGroups;
+#pragma unroll
+    for (int first = 0; first < NT; first += kAtOnce) {
+      barrier_sync(1 + strip, 32 * kTurns);  // what was there before has been read
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float(&mine)[4] = acc[0][first + j];
+        const float(&other)[4] = acc[1][first + j];
+        exchange.to[strip][1 - turn][j][lane_index()] =
+            make_float4(turn == 0 ? other[0] : mine[0], turn == 0 ? other[1] : mine[1], turn == 0 ? other[2] : mine[2],
+                        turn == 0 ? other[3] : mine[3]);
+      }
+      barrier_sync(1 + strip, 32 * kTurns);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const float4 part = exchange.to[strip][turn][j][lane_index()];
+        const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[first + j][i] = (turn == 0 ? acc[0][first + j][i] : acc[1][first + j][i]) + parts[i];
+        }
+      }
     }
   }
 
-  template <bool GATE_UP, bool LORA, int NT>
+  template <bool GATE_UP, Deltas DELTAS, int NT>
   __device__ __forceinline__ void run(const Walk& walk) {
-    if (warp_index() >= walk.count) {
-      return skip();
+    if (kWarpTiles * strip >= walk.count) {
+      // A warp without a row tile says that it has read what it waited for.
+      return each_stage([](const std::byte*, int) {});
     }
-    const int tile = walk.tile + warp_index();
+    const int own = kWarpTiles * strip + turn;  // the row tile that it finishes
+    const int tile = walk.tile + own;
     const float2 bias = tile_bias<GATE_UP>(p, walk.expert, tile);
-    float acc[NT][4] = {};
-    multiply<NT>(acc);
-    if (LORA) {
+    float acc[kWarpTiles][NT][4] = {};
+    each_stage([&](const std::byte* stage, int inputs) {
+      if (inputs >= kStageInputs) {
+        multiply_stage<NT>(acc, stage);
+      } else {
+        multiply_rest<NT>(acc, stage, inputs);
+      }
+    });
+    float delta[NT][4];
+    if (DELTAS != Deltas::kNone) {
       wait_for_previous();  // the deltas are there
+      // On their way while the warps meet.
+      load_deltas<GATE_UP, NT>(delta, p, walk, tile, deltas_there<GATE_UP, DELTAS, NT>(p, walk));
+    }
+    float sum[NT][4];
+    meet<NT>(sum, acc);
+    if (own >= walk.count) {
+      return;
+    }
+    if (DELTAS != Deltas::kNone) {
+#pragma unroll
+      for (int j = 0; j < NT; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sum[j][i] += delta[j][i];
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
       const int pair = walk.pair + 8 * j;
       if (pair < walk.end) {
-        if (LORA) {
-          add_deltas<GATE_UP>(acc[j], p, tile, pair, walk.end);
-        }
-        finish_tile<GATE_UP>(acc[j], p, bias, tile, pair, walk.end);
+        finish_tile<GATE_UP>(sum[j], p, bias, tile, pair, walk.end);
       }
     }
   }
-  template <bool GATE_UP, bool LORA>
+  template <bool GATE_UP, Deltas DELTAS>
   __device__ __forceinline__ void run_all() {
     for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
       const int tokens = walk.tokens();
       if (tokens <= 8) {
-        run<GATE_UP, LORA, 1>(walk);
+        run<GATE_UP, DELTAS, 1>(walk);
       } else if (tokens <= 16) {
-        run<GATE_UP, LORA, 2>(walk);
+        run<GATE_UP, DELTAS, 2>(walk);
       } else {
-        run<GATE_UP, LORA, 4>(walk);
+        run<GATE_UP, DELTAS, 4>(walk);
       }
     }
   }
 };
 
 // With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began.
-template <bool GATE_UP, bool LORA>
-__global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_constant__ ExpertGemm p) {
+template <bool GATE_UP, Deltas DELTAS>
+__global__ void __launch_bounds__(kThreads, 1)
+    expert_stream(const __grid_constant__ ExpertGemm p, int num_experts, int num_pairs) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ uint4 dynamic_shared[];
   __shared__ Shared shared;
@@ -307,37 +496,38 @@ __global__ void __launch_bounds__(kThreads, 1) expert_stream(const __grid_consta
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&shared.full[i], kFillWarps);
-      mbarrier_init(&shared.empty[i], kTiles);
+      mbarrier_init(&shared.empty[i], kStrips);
     }
     publish_barriers();
   }
-  if (!LORA) {
+  touch(p.low, num_experts);
+  touch(p.scales, num_experts);
+  if (DELTAS == Deltas::kNone) {
     wait_for_previous();
   }
   let_next_start();
+  if (!p.x_by_pair) {
+    touch(p.order.pair_row, num_pairs);
+  }
   if (warp_index() == 1) {
-    find_share(p, shared);
+    find_share(p, num_experts, shared);
   }
   __syncthreads();
-  const int fill_warp = warp_index() - kTiles;
-  if (fill_warp < 0) {
-    Multiplier{p, shared, stages, {}}.template run_all<GATE_UP, LORA>();
-  } else if (fill_warp < kTokenWarps) {
-    fill_tokens(p, shared, stages, fill_warp);
-  } else if (lane_index() == 0) {
-    if (fill_warp == kTokenWarps) {
-      fill_weights<true>(p, shared, stages);
-    } else {
-      fill_weights<false>(p, shared, stages);
-    }
+  if (warp_index() < kMultiplyWarps) {
+    take_registers<kMultiplyRegisters>();
+    auto& exchange = *reinterpret_cast<Exchange*>(stages + kStages * kStageBytes);
+    Multiplier{p, shared, stages, exchange}.template run_all<GATE_UP, DELTAS>();
+  } else {
+    give_registers<kFillRegisters>();
+    fill(p, shared, stages, warp_index() - kMultiplyWarps);
   }
   wait_for_previous();  // in every block: its end must mean that all before it has ended
 #endif
 }
 
-template <bool GATE_UP, bool LORA>
-bool launch_of(const ExpertGemm& p, const CudaStream& state) {
-  constexpr auto kKernel = expert_stream<GATE_UP, LORA>;
+template <bool GATE_UP, Deltas DELTAS>
+bool launch_of(const ExpertGemm& p, int num_experts, int num_pairs, const CudaStream& state) {
+  constexpr auto kKernel = expert_stream<GATE_UP, DELTAS>;
   static const bool has_it = has_code(kKernel);
   if (!has_it) {
     return false;
@@ -346,20 +536,27 @@ bool launch_of(const ExpertGemm& p, const CudaStream& state) {
     cudaGetLastError();  // a GPU with less
     return false;
   }
-  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p);
+  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p, num_experts,
+                   num_pairs);
   return true;
 }
 
 }  // namespace stream
 
-// False where the GPU or its code has no bulk copies, or too little shared memory: nothing was launched.
+// False where the GPU or its code has no bulk copies, or too little shared memory: nothing was launched. `all_deltas`:
+// with adapters there is a delta for every pair and module.
 template <bool GATE_UP>
-bool launch_expert_stream(const ExpertGemm& p, const CudaStream& state) {
+bool launch_expert_stream(const ExpertGemm& p, bool all_deltas, int num_experts, int num_pairs,
+                          const CudaStream& state) {
+  using stream::Deltas;
   if (state.compute_capability < 90) {
     return false;
   }
-  return p.lora.row_slot != nullptr ? stream::launch_of<GATE_UP, true>(p, state)
-                                    : stream::launch_of<GATE_UP, false>(p, state);
+  if (p.lora.row_slot == nullptr) {
+    return stream::launch_of<GATE_UP, Deltas::kNone>(p, num_experts, num_pairs, state);
+  }
+  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, num_experts, num_pairs, state)
+                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, num_experts, num_pairs, state);
 }
 
 }  // namespace moelora

@@ -18,7 +18,7 @@ struct MoeDownArgs {
   const LoraBatch* lora = nullptr;  // may be null
   Compute compute = Compute::kExact;
   Rows out;                      // [T * K, H], sorted order
-  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank)
+  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank); CUDA may use more of it
   size_t scratch_bytes = 0;
 };
 

@@ -4,14 +4,14 @@
 // accumulators. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some
 // tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh
 // or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
-// shrink and expand (kernels/moe/expert_expand.cuh) are two.
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh or, of many pairs,
+// expert_delta_stream.cuh; of one row of MXFP4 the product does); where there are no clusters, shrink and expand
+// (kernels/moe/expert_expand.cuh) are two.
 // H200, as in moe_gate_up_cuda.cu:
 //   gpt-oss-20b (MXFP4)    1 row 15.7 us for 18 MB; 64 rows 58 us for 95 MB, with 8 adapters 88 us (by
-//                          expert_decode.cuh, which takes 60 without); 4096 rows 663 us = 410 TFLOP/s, with 1 adapter
-//                          768 us
+//                          expert_decode.cuh, which takes 60 without); 4096 rows 663 us = 410 TFLOP/s
 //   Qwen3-30B-A3B (bf16)   1 row 14.6 us for 25 MB; 64 rows 108 us for 399 MB = 82 % of the ceiling, with 8 adapters
-//                          164 us; 4096 rows 319 us = 323 TFLOP/s, with 1 adapter 454 us
+//                          164 us; 4096 rows 319 us = 323 TFLOP/s
 #include "kernels/moe/moe_down.h"
 
 #include "kernels/moe/expert_launch.cuh"

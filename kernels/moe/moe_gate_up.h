@@ -30,7 +30,7 @@ struct MoeGateUpArgs {
   MoeActivation activation = MoeActivation::kSilu;
   float limit = 0.0f;            // kClampedSwiglu
   Rows act;                      // [T * K, I]
-  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T, H, lora pairs, max_rank)
+  std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T, H, lora pairs, max_rank); CUDA may use more of it
   size_t scratch_bytes = 0;
 };
 

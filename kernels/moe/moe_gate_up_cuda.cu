@@ -1,19 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_gate_up on CUDA: two launches. The shrink of the adapters' rows (kernels/lora/lora_shrink_cuda.h), then one
 // kernel that gathers the tokens, multiplies them with gate and up, adds the expanded LoRA, its bias and the experts'
-// bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory, and the sorted
-// copy of x is never made. At most 8 rows: kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from
-// some tokens an expert on and for MXFP4, expert_stream.cuh, limited by reading the weights. Many:
-// expert_prefill_sm90.cuh or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh); where there are no clusters,
-// shrink and expand (kernels/moe/expert_expand.cuh) are two.
+// bias, and applies the activation before anything is stored: neither gate nor up ever reaches memory. At most 8 rows:
+// kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some tokens an expert on and for MXFP4,
+// expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh, where scratch allows it with a
+// sorted copy of x (expert_tokens.cuh), or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh; another way, for now at a
+// caller's wish, is expert_delta_stream.cuh); where there are no clusters, shrink and expand
+// (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s; 1 row by
 // expert_decode.cuh (what expert_few.cuh gives is said there):
 //   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with
 //                          8 adapters of rank 32 155 us (by expert_decode.cuh, which takes 104 without); 4096 rows
-//                          1,243 us = 437 TFLOP/s, with 1 adapter of rank 32 1,497 us
+//                          1,243 us = 437 TFLOP/s
 //   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling, with 8 adapters
-//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s, with 1 adapter 749 us
+//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"

@@ -89,7 +89,7 @@ void describe_records(const std::vector<AdapterRecord>& records, AdapterFacts& f
   std::set<std::pair<int32_t, int32_t>> experts;
   for (const AdapterRecord& record : records) {
     facts.max_rank = std::max(facts.max_rank, record.rank);
-    facts.modules |= 1u << (record.expert < 0 ? record.module : 16 + record.module);
+    facts.modules |= 1u << (record.expert < 0 ? record.module : kExpertModuleBit + record.module);
     layers.insert(record.layer);
     const auto bytes = static_cast<uint64_t>(matrix_granules(record.rank, record.a.columns, record.dtype) +
                                              matrix_granules(record.rank, record.b.columns, record.dtype)) *

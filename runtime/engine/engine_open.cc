@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening a model: sizes are settled here, all device memory is taken here, and the thread starts last.
 #include <algorithm>
+#include <array>
+#include <iterator>
 
 #include "kernels/base/thread.h"
 #include "runtime/engine/apart.h"
@@ -77,16 +79,24 @@ void Engine::Parts::size_up() {
   info.page_reason = geometry.reason;
 }
 
-// Decode steps of every number of rows up to kGraphRows, with and without adapters. One step runs first, on zeros: it
-// loads the kernels and lets libraries choose theirs.
+// Sets of modules that decode steps are recorded for, each within the next: no adapters, those of attention alone,
+// those that leave the router as it is, all.
+std::array<uint32_t, Engine::Parts::kNumGraphSets> Engine::Parts::graph_sets() {
+  const auto bit = [](LoraModule module) { return 1u << static_cast<int>(module); };
+  const uint32_t attention = bit(LoraModule::kQ) | bit(LoraModule::kK) | bit(LoraModule::kV) | bit(LoraModule::kO);
+  return {0u, attention, ~bit(LoraModule::kRouter), ~0u};
+}
+
+// Decode steps of every number of rows up to kGraphRows, for each set. One step runs first, on zeros: it loads the
+// kernels and lets libraries choose theirs.
 void Engine::Parts::record_graphs() {
   if (!device->can_record() || !options.graphs) {
     return;
   }
   const int32_t rows_max = std::min(kGraphRows, info.max_num_sequences);
   for (int32_t rows = 1; rows <= rows_max; ++rows) {
-    for (const bool with_adapters : {false, true}) {
-      const ForwardInput input = step_input->decode_input(rows, with_adapters, *pool, *adapters);
+    for (const uint32_t modules : graph_sets()) {
+      const ForwardInput input = step_input->decode_input(rows, modules, *pool, *adapters);
       if (rows == 1) {
         model->forward(input, *workspace, *stream);
         device->synchronize(*stream);
@@ -100,7 +110,11 @@ void Engine::Parts::record_graphs() {
 
 Graph* Engine::Parts::graph_of_batch() const {
   const ForwardInput& input = step_input->forward_input();
-  const size_t index = 2 * static_cast<size_t>(input.num_rows - 1) + (input.lora != nullptr ? 1 : 0);
+  const uint32_t modules = input.lora != nullptr ? input.lora->modules : 0;
+  const auto sets = graph_sets();
+  const auto smallest = std::find_if(sets.begin(), sets.end(), [&](uint32_t set) { return (modules & ~set) == 0; });
+  const size_t index = sets.size() * static_cast<size_t>(input.num_rows - 1) +
+                       static_cast<size_t>(std::distance(sets.begin(), smallest));
   return step_input->is_decode() && index < graphs_.size() ? graphs_[index].get() : nullptr;
 }
 

@@ -4,6 +4,7 @@
 // while the device works. Adapter slots are touched by the engine thread only.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -73,7 +74,7 @@ class Engine::Parts {
   EngineInfo info;
   std::unique_ptr<Stream> stream;
   std::unique_ptr<PagePool> pool;
-  std::unique_ptr<PrefixCache> prefix;  // null: option prefix_cache = false
+  std::unique_ptr<PrefixCache> prefix;                                    // null: option prefix_cache = false
   std::shared_ptr<LoadCache> load_cache = std::make_shared<LoadCache>();  // images hold it too
   std::unique_ptr<AdapterCache> adapters;
   std::unique_ptr<SwapSpace> swap_space;  // null without swap_memory_bytes
@@ -135,6 +136,8 @@ class Engine::Parts {
   void open_weights(const std::string& model_dir);
   void size_up();
   void open_swap_space();
+  static constexpr size_t kNumGraphSets = 4;
+  static std::array<uint32_t, kNumGraphSets> graph_sets();
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
   void count_prompt(const Sequence& sequence, const BatchEntry& entry);
@@ -143,7 +146,7 @@ class Engine::Parts {
   void record_end(const Sequence& sequence, double now);
 
   Batch batch_;
-  std::vector<std::unique_ptr<Graph>> graphs_;  // [2 (rows - 1) + with adapters], decode steps
+  std::vector<std::unique_ptr<Graph>> graphs_;  // [rows - 1][graph_sets], decode steps
   std::vector<FailedLoad> failed_loads_;
   std::vector<float> captured_;         // one row of logits on its way to a reader
   uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step

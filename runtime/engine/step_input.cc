@@ -165,6 +165,7 @@ void StepInput::stage_entry(const BatchEntry& entry, int32_t sequence_index) {
 
 void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters) {
   lora_.num_rows = lora_.num_segments = lora_.max_rank = 0;
+  lora_.modules = 0;
   num_adapters_ = 0;
   dense_lora_bytes_ = expert_lora_bytes_ = 0;
   input_.lora = nullptr;
@@ -187,6 +188,7 @@ void StepInput::stage_adapters(const Batch& batch, const AdapterCache& adapters)
       segment_slot_[lora_.num_segments] = slot;
       ++lora_.num_segments;
       const AdapterFacts& image = adapters.image(slot);
+      lora_.modules |= image.modules;
       lora_.max_rank = std::max(lora_.max_rank, ceil_div(image.max_rank, kTileRanks) * kTileRanks);
       dense_lora_bytes_ += static_cast<double>(image.dense_matrix_bytes);
       expert_lora_bytes_ += static_cast<double>(image.expert_matrix_bytes) /
@@ -212,13 +214,14 @@ void StepInput::push(Stream& stream) {
   tables_.push(stream);
 }
 
-ForwardInput StepInput::decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
+ForwardInput StepInput::decode_input(int32_t rows, uint32_t modules, const PagePool& pool,
                                      const AdapterCache& adapters) {
   ForwardInput input = input_;
   input.kv.pool = pool.base();
   input.num_rows = input.num_sequences = input.num_logit_rows = rows;
   lora_.table = adapters.table();
-  input.lora = with_adapters ? &lora_ : nullptr;
+  lora_.modules = modules;
+  input.lora = modules != 0 ? &lora_ : nullptr;
   return input;
 }
 

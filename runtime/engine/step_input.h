@@ -36,8 +36,8 @@ class StepInput {
   void push(Stream& stream);
   // What the sampler is told of the sampled sequences: host memory alone, so the step may run meanwhile.
   void stage_sampling();
-  // What forward_input() is after staging `rows` sequences of one new token each, all of them sampled.
-  [[nodiscard]] ForwardInput decode_input(int32_t rows, bool with_adapters, const PagePool& pool,
+  // What forward_input() is after staging `rows` sequences of one new token each, all sampled; LoraBatch::modules.
+  [[nodiscard]] ForwardInput decode_input(int32_t rows, uint32_t modules, const PagePool& pool,
                                           const AdapterCache& adapters);
   // True if the last staged batch is such a one.
   [[nodiscard]] bool is_decode() const;

@@ -45,9 +45,9 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
 
   LinearArgs qkv = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   qkv.num_parts = 3;
-  qkv.parts[0] = {weights.q, weights.q_bias, workspace.q, LoraModule::kQ};
-  qkv.parts[1] = {weights.k, weights.k_bias, workspace.k, LoraModule::kK};
-  qkv.parts[2] = {weights.v, weights.v_bias, workspace.v, LoraModule::kV};
+  qkv.parts[0] = {weights.q, weights.q_bias, workspace.q, adapted(input, LoraModule::kQ)};
+  qkv.parts[1] = {weights.k, weights.k_bias, workspace.k, adapted(input, LoraModule::kK)};
+  qkv.parts[2] = {weights.v, weights.v_bias, workspace.v, adapted(input, LoraModule::kV)};
   kernels_.linear(qkv, stream);
 
   if (config_.qk_norm == QkNorm::kFull) {  // OLMoE: over the whole projected vector, before heads exist
@@ -88,7 +88,7 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
 
   LinearArgs o = linear_args(input, layer, workspace.attention, q_width, workspace);
   o.num_parts = 1;
-  o.parts[0] = {weights.o, weights.o_bias, workspace.hidden, LoraModule::kO};
+  o.parts[0] = {weights.o, weights.o_bias, workspace.hidden, adapted(input, LoraModule::kO)};
   o.accumulate = true;
   kernels_.linear(o, stream);
 }

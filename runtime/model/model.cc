@@ -2,6 +2,11 @@
 #include "runtime/model/model.h"
 
 namespace moelora {
+
+LoraModule Model::adapted(const ForwardInput& input, LoraModule module) {
+  return input.lora != nullptr && input.lora->adapts(module) ? module : LoraModule::kNone;
+}
+
 LinearArgs Model::linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
                               Workspace& workspace) const {
   LinearArgs args;

@@ -43,8 +43,11 @@ class Model {
   void feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void dense_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   void shared_expert(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
-  void route(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  void route(const RmsNormArgs& norm, const ForwardInput& input, int32_t layer, Workspace& workspace,
+             Stream& stream) const;
   void moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
+  // The module if an adapter of the batch may have it.
+  [[nodiscard]] static LoraModule adapted(const ForwardInput& input, LoraModule module);
   [[nodiscard]] LinearArgs linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
                                        Workspace& workspace) const;
 

@@ -6,6 +6,14 @@
 #include "runtime/model/router_gap.h"
 
 namespace moelora {
+namespace {
+
+bool adapts_experts(const ForwardInput& input) {
+  return input.lora != nullptr && (input.lora->adapts(ExpertModule::kGate) || input.lora->adapts(ExpertModule::kUp) ||
+                                   input.lora->adapts(ExpertModule::kDown));
+}
+
+}  // namespace
 
 void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   RmsNormArgs norm;
@@ -15,10 +23,11 @@ void Model::feed_forward_block(const ForwardInput& input, int32_t layer, Workspa
   norm.num_rows = input.num_rows;
   norm.width = config_.hidden_size;
   norm.out = workspace.normed;
-  kernels_.rms_norm(norm, stream);
   if (config_.layer_is_moe[static_cast<size_t>(layer)] != 0) {
+    route(norm, input, layer, workspace, stream);
     moe_mlp(input, layer, workspace, stream);
   } else {
+    kernels_.rms_norm(norm, stream);
     dense_mlp(input, layer, workspace, stream);
   }
 }
@@ -27,13 +36,13 @@ void Model::dense_mlp(const ForwardInput& input, int32_t layer, Workspace& works
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs gate_up = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   gate_up.num_parts = 2;
-  gate_up.parts[0] = {weights.gate, weights.gate_bias, workspace.gate, LoraModule::kGate};
-  gate_up.parts[1] = {weights.up, weights.up_bias, workspace.up, LoraModule::kUp};
+  gate_up.parts[0] = {weights.gate, weights.gate_bias, workspace.gate, adapted(input, LoraModule::kGate)};
+  gate_up.parts[1] = {weights.up, weights.up_bias, workspace.up, adapted(input, LoraModule::kUp)};
   kernels_.linear(gate_up, stream);
   kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.intermediate_size, workspace.mlp_act}, stream);
   LinearArgs down = linear_args(input, layer, workspace.mlp_act, config_.intermediate_size, workspace);
   down.num_parts = 1;
-  down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, LoraModule::kDown};
+  down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, adapted(input, LoraModule::kDown)};
   down.accumulate = true;
   kernels_.linear(down, stream);
 }
@@ -42,32 +51,34 @@ void Model::shared_expert(const ForwardInput& input, int32_t layer, Workspace& w
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   LinearArgs gate_up = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   gate_up.num_parts = 3;
-  gate_up.parts[0] = {weights.shared_gate, {}, workspace.gate, LoraModule::kSharedGate};
-  gate_up.parts[1] = {weights.shared_up, {}, workspace.up, LoraModule::kSharedUp};
-  gate_up.parts[2] = {weights.shared_expert_gate, {}, workspace.shared_gate, LoraModule::kSharedExpertGate};
+  gate_up.parts[0] = {weights.shared_gate, {}, workspace.gate, adapted(input, LoraModule::kSharedGate)};
+  gate_up.parts[1] = {weights.shared_up, {}, workspace.up, adapted(input, LoraModule::kSharedUp)};
+  gate_up.parts[2] = {
+      weights.shared_expert_gate, {}, workspace.shared_gate, adapted(input, LoraModule::kSharedExpertGate)};
   kernels_.linear(gate_up, stream);
   kernels_.swiglu({workspace.gate, workspace.up, input.num_rows, config_.shared_intermediate_size, workspace.mlp_act},
                   stream);
   LinearArgs down = linear_args(input, layer, workspace.mlp_act, config_.shared_intermediate_size, workspace);
   down.num_parts = 1;
-  down.parts[0] = {weights.shared_down, {}, workspace.shared, LoraModule::kSharedDown};
+  down.parts[0] = {weights.shared_down, {}, workspace.shared, adapted(input, LoraModule::kSharedDown)};
   kernels_.linear(down, stream);
 }
 
-void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
+void Model::route(const RmsNormArgs& norm, const ForwardInput& input, int32_t layer, Workspace& workspace,
+                  Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
-  LinearArgs router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
+  MoeRouterArgs args;
+  args.norm = norm;
+  LinearArgs& router = args.router;
+  router = linear_args(input, layer, workspace.normed, config_.hidden_size, workspace);
   router.num_parts = 1;
-  router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, LoraModule::kRouter};
+  router.parts[0] = {weights.router, weights.router_bias, workspace.router_logits, adapted(input, LoraModule::kRouter)};
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
-  kernels_.linear(router, stream);
-
-  MoeRouteArgs args;
-  args.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
-               RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
-  args.row_slot = input.lora == nullptr ? nullptr : input.lora->row_slot;
-  args.order = workspace.order;
-  kernels_.moe_route(args, stream);
+  args.route.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
+                     RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
+  args.route.row_slot = adapts_experts(input) ? input.lora->row_slot : nullptr;
+  args.route.order = workspace.order;
+  kernels_.moe_router(args, stream);
   if (input.router_gaps != nullptr) {
     narrow_router_gaps(workspace.router_logits, workspace.expert_ids, input.num_rows, config_.num_experts,
                        config_.top_k, input.router_gaps);
@@ -76,8 +87,6 @@ void Model::route(const ForwardInput& input, int32_t layer, Workspace& workspace
 
 void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
-  route(input, layer, workspace, stream);
-
   MoeGateUpArgs gate_up;
   gate_up.x = workspace.normed;
   gate_up.gate = weights.expert_gate;
@@ -87,7 +96,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.top_k = config_.top_k;
   gate_up.num_experts = config_.num_experts;
   gate_up.layer = layer;
-  gate_up.lora = input.lora;
+  gate_up.lora = adapts_experts(input) ? input.lora : nullptr;
   gate_up.compute = compute_;
   gate_up.activation = config_.swiglu_limit > 0.0f ? MoeActivation::kClampedSwiglu : MoeActivation::kSilu;
   gate_up.limit = config_.swiglu_limit;
@@ -104,7 +113,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   down.top_k = config_.top_k;
   down.num_experts = config_.num_experts;
   down.layer = layer;
-  down.lora = input.lora;
+  down.lora = adapts_experts(input) ? input.lora : nullptr;
   down.compute = compute_;
   down.out = workspace.expert_out;
   down.scratch = workspace.scratch;

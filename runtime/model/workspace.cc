@@ -62,6 +62,10 @@ void Workspace::lay_out(const ModelConfig& config, const WorkspaceLimits& limits
         std::max({scratch_bytes, linear_scratch_bytes(pairs, expert_width, pairs, rank),
                   linear_scratch_bytes(rows, hidden_size, pairs, rank),
                   expert_scratch_bytes(few, 2, rank, expert_width), expert_scratch_bytes(few, 1, rank, hidden_size)});
+    if (activation == Dtype::kBf16 && pairs > few) {  // beside shrunk values
+      scratch_bytes = std::max({scratch_bytes, pairs * 2 * rank * 4 + expert_token_bytes(pairs, experts, hidden_size),
+                                pairs * rank * 4 + expert_token_bytes(pairs, experts, expert_width)});
+    }
   }
   scratch_bytes =
       std::max(scratch_bytes, paged_attention_scratch_bytes(logit_rows, static_cast<size_t>(config.num_heads),

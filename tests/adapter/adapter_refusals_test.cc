@@ -193,6 +193,12 @@ TEST_CASE("values that are not finite are refused, wherever they are") {
   bf16.compute = Compute::kBf16;
   CHECK_ERROR(Status::kAdapterMismatch, ({"lora_A.weight"}), load(lora_config(), large, model, bf16));
   CHECK(load(lora_config(), large, model)->num_tensors == 2);
+  SafetensorsWriter large_b;
+  std::vector<float> b = draw.floats(96);
+  b[95] = -3.4028235e38f;
+  large_b.add(kQ0 + ".lora_A.weight", {3, 24}, draw.floats(72));
+  large_b.add(kQ0 + ".lora_B.weight", {32, 3}, b);
+  CHECK_ERROR(Status::kAdapterMismatch, ({"lora_B.weight"}), load(lora_config(), large_b, model, bf16));
 }
 
 TEST_CASE("dtypes that adapters do not use are refused by name") {

@@ -5,9 +5,12 @@
 // that is; then the whole step as one graph and, for each kind, by how much it is shorter without it. Layers rotate
 // over more memory than the L2 holds.
 //
-//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R]
+//   step_bench --model DIR [--layers N] [--rows C | --prompt P] [--context N] [--adapters N] [--rank R] [--runs N]
+//              [--paths]
 //
-// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows.
+// --rows: decode, C sequences of one row at --context. --prompt: prefill, one sequence of P rows; its rows are --runs
+// runs of equal length, each of the next adapter. Instead of the table: --paths compares the ways that ops have with
+// adapters.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -36,7 +39,8 @@ constexpr int32_t kBlockTokens = 16;
 
 struct Flags {
   std::string model;
-  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32;
+  int32_t layers = 8, rows = 1, prompt = 0, context = 1900, adapters = 0, rank = 32, runs = 1;
+  bool paths = false;
 };
 
 class StepBench {
@@ -65,6 +69,9 @@ class StepBench {
     std::printf("%s, %d layers, %d rows, context %d, %d adapters of rank %d on %s; read ceiling %.2f TB/s\n",
                 flags_.model.c_str(), config_.num_layers, rows_, context_, flags_.adapters, flags_.rank,
                 device_->info().name.c_str(), ceiling_ / 1e12);
+    if (flags_.paths) {
+      return compare();
+    }
     std::map<std::string, std::vector<double>> times;
     std::map<std::string, int> calls;
     for (int repeat = 0; repeat < kRepeats + 2; ++repeat) {
@@ -163,7 +170,8 @@ class StepBench {
     }
     std::vector<int32_t> slots, sorted, segments, segment_slots;
     for (int32_t t = 0; t < rows_; ++t) {
-      slots.push_back(flags_.prompt > 0 ? 1 : t % flags_.adapters + 1);
+      const int64_t turn = flags_.prompt > 0 ? int64_t{t} * flags_.runs / rows_ : t;
+      slots.push_back(static_cast<int32_t>(turn % flags_.adapters) + 1);
     }
     for (int32_t slot = 1; slot <= flags_.adapters; ++slot) {
       const size_t first = sorted.size();
@@ -181,6 +189,10 @@ class StepBench {
     lora_.num_segments = static_cast<int32_t>(segments.size());
     lora_.max_rank = flags_.rank;
     lora_.rank_stride = kRankMax;
+    lora_.modules = 0;
+    for (const std::shared_ptr<const AdapterImage>& image : images_) {
+      lora_.modules |= image->modules;
+    }
     lora_.counts = upload(std::vector<int32_t>{rows_, lora_.num_segments, (flags_.rank + 7) / 8 * 8});
     segments.push_back(rows_);
     lora_.table = cache_->table();
@@ -219,6 +231,14 @@ class StepBench {
     return rates[rates.size() / 2];
   }
 
+  void compare() {
+    recorder = &recorder_;
+    recorder_.recording_graph = true;
+    const auto queue = [this] { model_->forward(input_, *workspace_, *stream_); };
+    const RecordedStep step{recorder_.paths, queue, *device_, *stream_};
+    compare_paths(step);
+  }
+
   // Weight and KV bytes that all calls of an op must read in a step.
   [[nodiscard]] double bytes_of(const std::string& name, double active) const {
     double bytes = 0;
@@ -234,7 +254,7 @@ class StepBench {
         add(layer.q), add(layer.k), add(layer.v);
       } else if (name == "linear o") {
         add(layer.o);
-      } else if (name == "linear router") {
+      } else if (name == kRouting) {
         add(layer.router);
       } else if (name == "moe_gate_up") {
         experts(layer.expert_gate), experts(layer.expert_up);
@@ -344,6 +364,8 @@ int main(int argc, char** argv) {
   app.add_option("--context", flags.context);
   app.add_option("--adapters", flags.adapters);
   app.add_option("--rank", flags.rank);
+  app.add_option("--runs", flags.runs)->check(CLI::PositiveNumber);
+  app.add_flag("--paths", flags.paths);
   CLI11_PARSE(app, argc, argv);
   try {
     moelora::StepBench(flags).run();

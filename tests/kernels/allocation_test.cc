@@ -152,6 +152,10 @@ TEST_CASE("no op allocates") {
     CHECK(second_run([&] { kernels->moe_sort(sort, stream); }) == 0);
     const MoeRouteArgs route = {router, sort.row_slot, sort.order};
     CHECK(second_run([&] { kernels->moe_route(route, stream); }) == 0);
+    const Weight norm = {layer.weight.data(), Dtype::kBf16, 1, kHidden};
+    const RmsNormArgs rms_norm = {layer.moe.x.view(), nullptr, norm, 1e-6f, kRows, kHidden, layer.q.view()};
+    const MoeRouterArgs moe_router = {rms_norm, linear, route};
+    CHECK(second_run([&] { kernels->moe_router(moe_router, stream); }) == 0);
     const MoeGateUpArgs gate_up = layer.gate_up();
     CHECK(second_run([&] { kernels->moe_gate_up(gate_up, stream); }) == 0);
     const MoeDownArgs down = layer.down();
@@ -169,8 +173,6 @@ TEST_CASE("no op allocates") {
                                     0.0f,
                                     {}};
     CHECK(second_run([&] { kernels->moe_combine(combine, stream); }) == 0);
-    const Weight norm = {layer.weight.data(), Dtype::kBf16, 1, kHidden};
-    const RmsNormArgs rms_norm = {layer.moe.x.view(), nullptr, norm, 1e-6f, kRows, kHidden, layer.q.view()};
     CHECK(second_run([&] { kernels->rms_norm(rms_norm, stream); }) == 0);
     CHECK(second_run([&] { kernels->swiglu({layer.q.view(), layer.moe.x.view(), kRows, kHidden}, stream); }) == 0);
     const EmbeddingArgs embedding = {layer.weight.view(), layer.positions.data(), kRows, layer.q.view()};

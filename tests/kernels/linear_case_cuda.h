@@ -5,8 +5,10 @@
 
 #include <vector>
 
+#include "kernels/dense/linear_path.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_adapters.h"
+#include "tests/support/launch_count.cuh"
 #include "tests/support/stored_matrix.h"
 
 namespace moelora::test {
@@ -59,7 +61,10 @@ struct CudaLinearCase {
     const DeviceBuffer scratch(scratch_bytes);
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch_bytes;
-    linear_cuda(args, *gpu()->stream);
+    launches = counts ? launches_of([&] { linear_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      linear_cuda_by(path, args, *gpu()->stream);
+    }
     std::vector<std::vector<float>> result;
     CHECK(scratch.guard_intact());
     for (size_t p = 0; p < outputs.size(); ++p) {
@@ -119,6 +124,10 @@ struct CudaLinearCase {
   std::vector<LoraModule> modules;
   bool accumulate = false;
   bool odd_stride = false;
+  LinearPath path = LinearPath::kAuto;
+  int32_t repeats = 1;  // of the op, one behind the other; without `accumulate`
+  bool counts = false;
+  size_t launches = 0;  // of the last run's op, if it counts
 
  private:
   static size_t bytes_of(int32_t n, int32_t width, Dtype dtype) {

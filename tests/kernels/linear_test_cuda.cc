@@ -208,31 +208,41 @@ TEST_CASE("linear_cuda: rows without a delta keep the bits of a batch without Lo
   }
 }
 
-// Outputs in whole groups of four and not, more than a warp takes, with the bias in cuBLASLt's product and after it.
+// Outputs in whole groups of four, of eight and of neither, more than a warp takes, with the bias in cuBLASLt's product
+// and after it.
 TEST_CASE("linear_cuda of many rows: LoRA after a product with and without its bias") {
   if (gpu() == nullptr) {
     return;
   }
-  for (const std::vector<int32_t>& outputs : {std::vector{260, 132, 64}, std::vector{33, 260, 130}}) {
-    for (const Dtype bias : {Dtype::kBf16, Dtype::kF32}) {
-      const Shape shape{197, 200, outputs};
-      LoraCase lora(shape, {8, 33, 32, 70}, Dtype::kBf16, Dtype::kF32, 10, bias);
-      const std::vector<int32_t> slots = draw_slots(lora.draw, shape.rows, 4);
-      const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
-      for (const bool accumulate : {false, true}) {
-        INFO(text(shape) << " bias " << dtype_name(bias) << " accumulate " << accumulate);
-        lora.linear.accumulate = accumulate;
-        const auto result = lora.run(slots, scales);
-        check_values(lora.linear, result, &lora.adapters);
-        CHECK(result == lora.run(slots, scales));
-        const auto base = lora.run(std::vector<int32_t>(slots.size(), 0), scales);
-        CHECK(base == lora.linear.run());
-        for (size_t p = 0; p < outputs.size(); ++p) {
-          for (int32_t t = 0; t < shape.rows; ++t) {
-            if (slots[static_cast<size_t>(t)] == 0) {
-              INFO("part " << p << " row " << t);
-              CHECK(lora.same_row(base, result, p, t));
-            }
+  struct Case {
+    std::vector<int32_t> outputs;
+    Dtype out;
+    Dtype bias;
+  };
+  const std::vector<Case> cases = {
+      {{260, 132, 64}, Dtype::kF32, Dtype::kBf16},  {{33, 260, 130}, Dtype::kF32, Dtype::kBf16},
+      {{260, 132, 64}, Dtype::kF32, Dtype::kF32},   {{33, 260, 130}, Dtype::kF32, Dtype::kF32},
+      {{520, 264, 64}, Dtype::kBf16, Dtype::kBf16}, {{520, 264, 64}, Dtype::kBf16, Dtype::kF32},
+      {{296, 8, 256}, Dtype::kBf16, Dtype::kBf16},  {{260, 33, 64}, Dtype::kBf16, Dtype::kBf16},
+  };
+  for (const auto& [outputs, out, bias] : cases) {
+    const Shape shape{197, 200, outputs};
+    LoraCase lora(shape, {8, 33, 32, 70}, Dtype::kBf16, out, 10, bias);
+    const std::vector<int32_t> slots = draw_slots(lora.draw, shape.rows, 4);
+    const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
+    for (const bool accumulate : {false, true}) {
+      INFO(text(shape) << " out " << dtype_name(out) << " bias " << dtype_name(bias) << " accumulate " << accumulate);
+      lora.linear.accumulate = accumulate;
+      const auto result = lora.run(slots, scales);
+      check_values(lora.linear, result, &lora.adapters);
+      CHECK(result == lora.run(slots, scales));
+      const auto base = lora.run(std::vector<int32_t>(slots.size(), 0), scales);
+      CHECK(base == lora.linear.run());
+      for (size_t p = 0; p < outputs.size(); ++p) {
+        for (int32_t t = 0; t < shape.rows; ++t) {
+          if (slots[static_cast<size_t>(t)] == 0) {
+            INFO("part " << p << " row " << t);
+            CHECK(lora.same_row(base, result, p, t));
           }
         }
       }
@@ -298,6 +308,11 @@ TEST_CASE("linear_cuda of 9 to 64 rows, few and many outputs, K cut into any num
     const std::vector<float> scales = draw_scales(lora.draw, shape.rows);
     const auto mixed = lora.run(slots, scales);
     check_values(lora.linear, mixed, &lora.adapters);
+    CHECK(mixed == lora.run(slots, scales));
+    lora.linear.path = LinearPath::kProductEarly;
+    CHECK(mixed == lora.run(slots, scales));
+    lora.linear.path = LinearPath::kAuto;
+    lora.linear.repeats = lora.linear.accumulate ? 1 : 4;
     CHECK(mixed == lora.run(slots, scales));
     const std::vector<int32_t> kept = slots;
     for (size_t t = 0; t < slots.size(); t += 2) {

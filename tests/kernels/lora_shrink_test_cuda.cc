@@ -126,6 +126,7 @@ void check_dense(const DenseCase& test) {
     }
     const DeviceBuffer again(count * sizeof(float));
     args.out = again.as<float>();
+    args.lets_next_early = true;
     lora_shrink_dense_cuda(args, *gpu()->stream);
     CHECK(same_bits(result.data(), again.read<float>().data(), count));
   }
@@ -179,6 +180,22 @@ std::vector<TestAdapter> draw_experts(Draw& draw, const ExpertCase& test) {
   return adapters;
 }
 
+// The same in bf16: each value rounded once, nothing else written.
+void check_rounded(ExpertShrinkArgs args, const std::vector<float>& expected) {
+  const DeviceBuffer out(expected.size() * sizeof(uint16_t));
+  args.out = out.as<float>();
+  args.out_bf16 = true;
+  lora_shrink_experts_cuda(args, *gpu()->stream);
+  const std::vector<uint16_t> actual = out.read<uint16_t>();
+  CHECK(out.guard_intact());
+  size_t different = 0;
+  for (size_t i = 0; i < actual.size(); ++i) {
+    const bool written = !PoisonedBytes::untouched(expected.data() + i, sizeof(float));
+    different += actual[i] != (written ? f32_to_bf16(expected[i]) : 0xFFFF) ? 1 : 0;
+  }
+  CHECK(different == 0);
+}
+
 void check_experts(const ExpertCase& test) {
   INFO("T " << test.rows << " top_k " << test.top_k << " experts " << test.num_experts << " K " << test.k << " sorted "
             << test.x_sorted);
@@ -223,6 +240,7 @@ void check_experts(const ExpertCase& test) {
   lora_shrink_experts_cuda(args, *gpu()->stream);
   const std::vector<float> result = out.read<float>();
   CHECK(out.guard_intact());
+  check_rounded(args, result);
   for (int32_t i = 0; i < pairs; ++i) {
     const int32_t t = host.pair_row[static_cast<size_t>(i)];
     int32_t expert = 0;
@@ -262,6 +280,27 @@ TEST_CASE("lora_shrink_dense_cuda equals the formula") {
     check_dense(
         {"long segments, all ranks", {1, 5, 8, 12, 33, 64, 256}, mixed_slots({30, 1, 160, 3, 140, 5, 20, 128}), k});
   }
+}
+
+// 9 to 64 rows: segments of one row to all, more items than run at once, K in any number of ranges, and the kernel
+// behind let in early.
+TEST_CASE("lora_shrink_dense_cuda of up to 64 rows equals the formula") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const int32_t k : {8, 72, 712, 1032, 2880, 4096}) {
+    check_dense({"8 segments of 8 rows", {32, 32, 16, 32, 7, 32, 64, 32}, mixed_slots({0, 8, 8, 8, 8, 8, 8, 8, 8}), k});
+    check_dense({"segments of any length", {32, 5, 40, 24}, mixed_slots({5, 9, 17, 1, 30}), k});
+  }
+  check_dense({"one segment", {20}, std::vector<int32_t>(64, 1), 1032});
+  check_dense({"K in two turns", {20, 40}, mixed_slots({0, 5, 6}), 16392});
+  std::vector<int32_t> ranks;
+  std::vector<int32_t> slots;
+  for (int32_t t = 0; t < 64; ++t) {
+    ranks.push_back(t % 5 == 4 ? 100 : 17 + t % 16);
+    slots.push_back(64 - t);
+  }
+  check_dense({"every row its own adapter", ranks, slots, 520});
 }
 
 TEST_CASE("lora_shrink_dense_cuda equals the formula for rows of every size of tile") {

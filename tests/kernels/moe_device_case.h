@@ -1,79 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // One drawn MoE layer in device memory for moe_gate_up_test_cuda and moe_down_test_cuda: experts in any storage;
 // choices and their order by definition; adapters. Inputs are exact in bf16.
-// Oracles are in double and go through rank space, since merging experts of rank 256 would take too long.
+// Oracles are in double and go through rank space, since merging experts of rank 256 would take too long. Where a way
+// rounds the shrunk values to bf16, the oracle goes on with those that it has made, once they are the formula's but for
+// that rounding.
 #pragma once
 
 #include <cmath>
 #include <limits>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "kernels/moe/expert_path.h"
 #include "tests/kernels/device_experts.h"
+#include "tests/kernels/moe_device_order.h"
+#include "tests/kernels/moe_shape.h"
 #include "tests/support/compare.h"
 #include "tests/support/device_adapters.h"
 #include "tests/support/device_buffer.cuh"
 #include "tests/support/draw.h"
-#include "tests/support/moe_order.h"
+#include "tests/support/launch_count.cuh"
 
 namespace moelora::test {
-
-constexpr ExpertPath kPaths[] = {ExpertPath::kAuto, ExpertPath::kFewTokens, ExpertPath::kManyTokens,
-                                 ExpertPath::kManyTokensMma, ExpertPath::kFewTokensApart};
-
-struct MoeShape {
-  int32_t rows, top_k, experts, hidden, intermediate;
-  bool one_expert = false;  // all choices are the last expert; top_k 1
-};
-
-inline std::string describe(const MoeShape& shape, Store store, ExpertPath path) {
-  const char* stores[] = {"rows", "alternating rows", "tiles"};
-  const char* paths[] = {"auto", "few", "many", "many by mma.sync", "few, shrink and expand apart"};
-  return "T=" + std::to_string(shape.rows) + " K=" + std::to_string(shape.top_k) +
-         " E=" + std::to_string(shape.experts) + " H=" + std::to_string(shape.hidden) +
-         " I=" + std::to_string(shape.intermediate) + " " + stores[static_cast<int>(store)] + " " +
-         paths[static_cast<int>(path)];
-}
-
-// A MoeOrder in device memory.
-struct DeviceOrder {
-  explicit DeviceOrder(const MoeOrderArrays& host)
-      : pair_row(host.pair_row),
-        pair_position(host.pair_position),
-        expert_begin(host.expert_begin),
-        segment_begin(host.segment_begin),
-        segment_expert(host.segment_expert),
-        segment_slot(host.segment_slot),
-        num_segments(host.num_segments),
-        active_experts(active(host)),
-        num_active(std::vector<int32_t>{count(host)}) {}
-  static int32_t count(const MoeOrderArrays& host) {
-    int32_t result = 0;
-    for (size_t e = 0; e + 1 < host.expert_begin.size(); ++e) {
-      result += host.expert_begin[e + 1] > host.expert_begin[e] ? 1 : 0;
-    }
-    return result;
-  }
-  static std::vector<int32_t> active(const MoeOrderArrays& host) {
-    std::vector<int32_t> result;
-    for (size_t e = 0; e + 1 < host.expert_begin.size(); ++e) {
-      if (host.expert_begin[e + 1] > host.expert_begin[e]) {
-        result.push_back(static_cast<int32_t>(e));
-      }
-    }
-    result.resize(host.expert_begin.size() - 1, MoeOrderArrays::kPoison);
-    return result;
-  }
-  [[nodiscard]] MoeOrder view() const {
-    return {pair_row.as<int32_t>(),      pair_position.as<int32_t>(),  expert_begin.as<int32_t>(),
-            segment_begin.as<int32_t>(), segment_expert.as<int32_t>(), segment_slot.as<int32_t>(),
-            num_segments.as<int32_t>(),  active_experts.as<int32_t>(), num_active.as<int32_t>()};
-  }
-  DeviceBuffer pair_row, pair_position, expert_begin, segment_begin, segment_expert, segment_slot, num_segments,
-      active_experts, num_active;
-};
 
 // Which modules an adapter has, as bits.
 constexpr int32_t kGateBit = 1;
@@ -148,9 +95,11 @@ class DeviceMoe {
 
   // Slots and scales of the rows; empty slots: a batch without adapters.
   void use(const std::vector<int32_t>& slots, const std::vector<float>& scales) {
-    for (auto& expected : expected_) {
-      expected.clear();
+    for (int32_t m = 0; m < kNumExpertModules; ++m) {
+      expected_[m].clear();
+      base_[m].clear();
     }
+    rounded_.clear();
     order = MoeOrderArrays(choice.size(), static_cast<size_t>(shape.experts));
     order.fill(choice, slots, shape.top_k);
     device_order.emplace(order);
@@ -186,7 +135,11 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_gate_up_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_gate_up_cuda_by(path, args, *gpu()->stream);
+    }
+    keep_rounded(path, scratch, 2);
     return finish(out, dtype, shape.intermediate, scratch);
   }
   // Sorted order, [P, H].
@@ -214,40 +167,28 @@ class DeviceMoe {
     args.scratch = scratch.as<std::byte>();
     args.scratch_bytes = scratch.size();
     REQUIRE(cudaDeviceSynchronize() == cudaSuccess);
-    moe_down_cuda_by(path, args, *gpu()->stream);
+    launches = counts ? launches_of([&] { moe_down_cuda_by(path, args, *gpu()->stream); }) : 0;
+    for (int32_t i = 0; i < repeats; ++i) {
+      moe_down_cuda_by(path, args, *gpu()->stream);
+    }
+    keep_rounded(path, scratch, 1);
     return finish(out, dtype, shape.hidden, scratch);
   }
 
   // Projection m (0 gate, 1 up, 2 down) of sorted pair i, all outputs.
   [[nodiscard]] std::vector<double> project(int32_t m, size_t i) const {
-    const int32_t p = pair_of[i];
-    const int32_t t = order.pair_row[i];
-    const int32_t e = choice[static_cast<size_t>(p)];
-    const float* in = m == 2 ? act.data() + int64_t{p} * shape.intermediate : x.data() + int64_t{t} * shape.hidden;
-    const DeviceExperts& experts = m == 2 ? down : gate_up;
-    const int32_t width = m == 2 ? shape.hidden : shape.intermediate;
+    std::vector<double> result = base(m, i);
     double factor = 0.0;
-    const LoraPair* pair =
-        lora == nullptr ? nullptr : fixture->expert(t, kLayer, e, static_cast<ExpertModule>(m), &factor);
-    std::vector<double> shrunk;
-    for (int32_t r = 0; pair != nullptr && r < pair->rank; ++r) {
-      double sum = 0.0;
-      for (int32_t k = 0; k < pair->k; ++k) {
-        sum += static_cast<double>(pair->a[static_cast<size_t>(r * pair->k + k)]) * static_cast<double>(in[k]);
-      }
-      shrunk.push_back(sum);
+    const LoraPair* pair = pair_at(m, i, &factor);
+    if (pair == nullptr) {
+      return result;
     }
-    std::vector<double> result;
-    for (int32_t n = 0; n < width; ++n) {
-      double sum = experts.dot(e, m == 1 ? 1 : 0, n, in);
-      for (size_t r = 0; r < shrunk.size(); ++r) {
-        sum += factor * shrunk[r] * static_cast<double>(pair->b[static_cast<size_t>(n) * shrunk.size() + r]);
+    const std::vector<double> values = shrunk(m, i, *pair, factor);
+    for (size_t n = 0; n < result.size(); ++n) {
+      for (size_t r = 0; r < values.size(); ++r) {
+        result[n] += values[r] * static_cast<double>(pair->b[n * values.size() + r]);
       }
-      sum += pair != nullptr ? factor * pair->bias_at(n) : 0.0;
-      if (!bias.empty()) {
-        sum += static_cast<double>(bias[static_cast<size_t>(m)][static_cast<size_t>(e * width + n)]);
-      }
-      result.push_back(sum);
+      result[n] += factor * pair->bias_at(static_cast<int32_t>(n));
     }
     return result;
   }
@@ -266,19 +207,25 @@ class DeviceMoe {
     }
     return result;
   }
-  // Largest relative error of any pair. What is expected is remembered until the next use().
+  // Largest relative error of any pair of the last run.
   [[nodiscard]] double error_gate_up(const std::vector<float>& actual, MoeActivation activation) {
-    std::vector<std::vector<double>>& expected = expected_[static_cast<size_t>(activation)];
-    for (size_t i = expected.size(); i < pairs(); ++i) {
-      expected.push_back(expected_gate_up(i, activation));
-    }
-    return largest_error(actual, expected);
+    return largest_error(actual, static_cast<size_t>(activation),
+                         [&](size_t i) { return expected_gate_up(i, activation); });
   }
   [[nodiscard]] double error_down(const std::vector<float>& actual) {
-    for (size_t i = expected_[2].size(); i < pairs(); ++i) {
-      expected_[2].push_back(project(2, i));
-    }
-    return largest_error(actual, expected_[2]);
+    return largest_error(actual, 2, [&](size_t i) { return project(2, i); });
+  }
+  // Whether a run by `path` rounds the shrunk values to bf16, and multiplies B with zeros for the rows of others.
+  [[nodiscard]] bool rounds_shrunk(ExpertPath path) const {
+    int major = 0;
+    REQUIRE(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess);
+    const bool may_choose = path == ExpertPath::kAuto || path == ExpertPath::kFewRowsBeside;
+    const bool is_many = pairs() >= static_cast<size_t>(kManyTokensPerExpert) * static_cast<size_t>(shape.experts);
+    return major == 9 && (((is_many_tokens(path) && path != ExpertPath::kManyTokensMma) || (may_choose && is_many)));
+  }
+  // The largest value that an adapter's B may have there: infinity, where rows of others do not see it.
+  [[nodiscard]] float largest_b(ExpertPath path) const {
+    return rounds_shrunk(path) ? bf16_to_f32(0x7F7F) : std::numeric_limits<float>::infinity();
   }
   // Sorted order into [row][choice][width].
   [[nodiscard]] std::vector<float> by_choice(const std::vector<float>& sorted, int32_t width) const {
@@ -302,21 +249,93 @@ class DeviceMoe {
   std::optional<AdapterFixture> fixture;
   std::optional<DeviceAdapters> device_adapters;
   MoeOrderArrays order{0, 0};
-  std::optional<DeviceOrder> device_order;
+  std::optional<DeviceMoeOrder> device_order;
   std::vector<int32_t> pair_of;  // [P] t * K + j of a sorted pair
   const LoraBatch* lora = nullptr;
-  bool intact = true;  // nothing outside of the results was written
+  bool intact = true;   // nothing outside of the results was written
+  int32_t repeats = 1;  // of an op, one behind the other
+  bool counts = false;
+  bool room_for_tokens = true;  // in scratch, for arranged tokens
+  size_t launches = 0;          // of the last run's op, if it counts
 
  private:
-  static double largest_error(const std::vector<float>& actual, const std::vector<std::vector<double>>& expected) {
+  // What is expected is remembered until the next use(), but for rounded values.
+  template <class Expected>
+  double largest_error(const std::vector<float>& actual, size_t which, const Expected& expected) {
     double largest = 0.0;
     auto at = actual.begin();
-    for (const std::vector<double>& row : expected) {
+    for (size_t i = 0; i < pairs(); ++i) {
+      if (expected_[which].size() <= i && rounded_.empty()) {
+        expected_[which].push_back(expected(i));
+      }
+      const std::vector<double> row = rounded_.empty() ? expected_[which][i] : expected(i);
       const auto end = at + static_cast<int64_t>(row.size());
       largest = std::max(largest, relative_error({at, end}, row));
       at = end;
     }
     return largest;
+  }
+  [[nodiscard]] const float* input(int32_t m, size_t i) const {
+    return m == 2 ? act.data() + int64_t{pair_of[i]} * shape.intermediate
+                  : x.data() + int64_t{order.pair_row[i]} * shape.hidden;
+  }
+  [[nodiscard]] int32_t expert_of(size_t i) const { return choice[static_cast<size_t>(pair_of[i])]; }
+  [[nodiscard]] const LoraPair* pair_at(int32_t m, size_t i, double* factor) const {
+    return lora == nullptr
+               ? nullptr
+               : fixture->expert(order.pair_row[i], kLayer, expert_of(i), static_cast<ExpertModule>(m), factor);
+  }
+  // Without adapters; pairs are asked for in turn.
+  [[nodiscard]] const std::vector<double>& base(int32_t m, size_t i) const {
+    for (size_t next = base_[m].size(); next <= i; ++next) {
+      const int32_t e = expert_of(next);
+      const int32_t width = m == 2 ? shape.hidden : shape.intermediate;
+      std::vector<double> row;
+      for (int32_t n = 0; n < width; ++n) {
+        const float* of_expert = bias.empty() ? nullptr : bias[static_cast<size_t>(m)].data() + int64_t{e} * width;
+        row.push_back((m == 2 ? down : gate_up).dot(e, m == 1 ? 1 : 0, n, input(m, next)) +
+                      (of_expert != nullptr ? static_cast<double>(of_expert[n]) : 0.0));
+      }
+      base_[m].push_back(row);
+    }
+    return base_[m][i];
+  }
+  // Times their scale. NaN where rounded ones are not the formula's.
+  [[nodiscard]] std::vector<double> shrunk(int32_t m, size_t i, const LoraPair& pair, double factor) const {
+    std::vector<double> result;
+    double largest = 0.0;
+    for (int32_t r = 0; r < pair.rank; ++r) {
+      double sum = 0.0;
+      for (int32_t k = 0; k < pair.k; ++k) {
+        sum += static_cast<double>(pair.a[static_cast<size_t>(r * pair.k + k)]) * static_cast<double>(input(m, i)[k]);
+      }
+      result.push_back(factor * sum);
+      largest = std::max(largest, std::abs(result.back()));
+    }
+    const size_t modules = m == 2 ? 1 : 2;
+    const size_t first = (i * modules + (m == 1 ? 1 : 0)) * static_cast<size_t>(lora->rank_stride);
+    bool right = true;
+    for (size_t r = 0; !rounded_.empty() && r < (result.size() + 7) / 8 * 8; ++r) {
+      const double value = static_cast<double>(bf16_to_f32(rounded_[first + r]));
+      if (r >= result.size()) {
+        right = right && value == 0.0;
+        continue;
+      }
+      const double allowed = std::ldexp(std::abs(result[r]), -8) + 5e-5 * largest;
+      right = right && std::abs(value - result[r]) <= allowed;
+      result[r] = value;
+    }
+    if (!right) {
+      result[0] = std::numeric_limits<double>::quiet_NaN();
+    }
+    return result;
+  }
+  void keep_rounded(ExpertPath path, const DeviceBuffer& scratch, size_t modules) {
+    rounded_.clear();
+    if (lora != nullptr && rounds_shrunk(path)) {
+      rounded_ = scratch.read<uint16_t>();
+      rounded_.resize(pairs() * modules * static_cast<size_t>(lora->rank_stride));
+    }
   }
   static int64_t padded(int32_t width) { return (width + 7) / 8 * 8 + 8; }
   static std::vector<float> with_padding(const std::vector<float>& values, int32_t width, int64_t stride) {
@@ -329,7 +348,11 @@ class DeviceMoe {
   }
   [[nodiscard]] size_t scratch_bytes(size_t modules) const {
     const auto rows = static_cast<size_t>(modules == 2 ? shape.intermediate : shape.hidden);
-    return lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, static_cast<size_t>(lora->rank_stride), rows);
+    const auto width = static_cast<size_t>(modules == 2 ? shape.hidden : shape.intermediate);
+    const size_t rank_stride = lora == nullptr ? 0 : static_cast<size_t>(lora->rank_stride);
+    const size_t tokens = expert_token_bytes(pairs(), static_cast<size_t>(shape.experts), width);
+    return std::max(lora == nullptr ? 0 : expert_scratch_bytes(pairs(), modules, rank_stride, rows),
+                    room_for_tokens ? pairs() * modules * rank_stride * sizeof(float) + tokens : 0);
   }
   std::vector<float> finish(const DeviceBuffer& out, Dtype dtype, int32_t width, const DeviceBuffer& scratch) {
     const std::vector<float> all = read_rows(out, dtype);
@@ -347,10 +370,12 @@ class DeviceMoe {
     return values;
   }
 
-  std::vector<std::vector<double>> expected_[3];  // silu, clamped SwiGLU, down
+  std::vector<std::vector<double>> expected_[3];      // silu, clamped SwiGLU, down
+  mutable std::vector<std::vector<double>> base_[3];  // gate, up, down
+  std::vector<uint16_t> rounded_;                     // the last run's shrunk values, if it has rounded them
 };
 
-// Of a row: the result's own rounding, and what fp32 sums and the split of shrunk values leave.
+// Of a row: the result's own rounding, and what fp32 sums leave.
 constexpr double moe_tolerance(Dtype dtype) {
   return dtype == Dtype::kF32 ? 1e-4 : 4e-3;
 }

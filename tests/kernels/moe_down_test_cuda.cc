@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // moe_down_cuda against the formula in double, with the promises of moe_gate_up_test_cuda.
+#include "kernels/cuda/cuda_stream.cuh"
 #include "tests/kernels/moe_device_case.h"
 #include "tests/support/catch.h"
 
@@ -140,7 +141,7 @@ TEST_CASE("moe_down_cuda: base rows keep their bits, and a neighbour's adapter c
         std::vector<TestAdapter> adapters = {moe.draw_adapter({{8, 33}, kDownBit, true}),
                                              moe.draw_adapter({{16}, kDownBit}), moe.draw_adapter({{24}, kDownBit})};
         for (auto& [key, pair] : adapters[2].experts) {
-          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+          std::fill(pair.b.begin(), pair.b.end(), moe.largest_b(path));
         }
         moe.set_adapters(adapters, 6);
         std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
@@ -161,5 +162,26 @@ TEST_CASE("moe_down_cuda: base rows keep their bits, and a neighbour's adapter c
         }
       }
     }
+  }
+}
+
+// As in moe_gate_up_test_cuda.
+TEST_CASE("moe_down_cuda: how many tokens a stream of MXFP4 tiles passes changes no bit of a row") {
+  if (gpu() == nullptr || cuda_state(*gpu()->stream).compute_capability / 10 != 9) {
+    return;
+  }
+  DeviceMoe moe({70, 4, 8, 6408, 544}, Store::kTiles, true, 930);
+  const auto run = [&] { return moe.by_choice(moe.run_down(ExpertPath::kFewTokens, Dtype::kF32), moe.shape.hidden); };
+  const std::vector<float> all = run();
+  for (const int32_t rows : {53, 30, 14, 3}) {
+    moe.shape.rows = rows;
+    moe.choice.resize(static_cast<size_t>(rows * moe.shape.top_k));
+    moe.use({}, {});
+    const std::vector<float> fewer = run();
+    INFO(describe(moe.shape, moe.store, ExpertPath::kFewTokens));
+    for (int32_t t = 0; t < rows; ++t) {
+      CHECK(same_row(moe, all, fewer, t));
+    }
+    CHECK(moe.intact);
   }
 }

@@ -2,6 +2,7 @@
 // moe_gate_up_cuda against the formula in double: both kernels, all storages, both activations, adapters of every kind
 // in one batch, skewed and sparse choices; and the promises about bits: a token's result depends on its own row and
 // adapter. Without a GPU it says that it was skipped.
+#include "kernels/cuda/cuda_stream.cuh"
 #include "tests/kernels/moe_device_case.h"
 #include "tests/support/catch.h"
 
@@ -118,7 +119,9 @@ TEST_CASE("moe_gate_up_cuda equals merged experts for every kind of adapter in o
     }
   }
   check_adapters({20, 8, 512, 48, 48}, Store::kAlternatingRows, 390);
-  check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);  // more groups than a cluster of blocks looks up at once
+  // More groups than a cluster of blocks, and than a block, looks up at once.
+  check_adapters({300, 8, 512, 48, 48}, Store::kRows, 391);
+  check_adapters({700, 8, 512, 48, 48}, Store::kRows, 392);
 }
 
 // Tiles of tokens of every width, full, with one token less and one more than a width; several of one expert; blocks
@@ -136,6 +139,29 @@ TEST_CASE("moe_gate_up_cuda of every number of tokens an expert") {
   check_formula({600, 2, 4, 224, 1032}, Store::kTiles, ++seed);
   check_adapters({600, 2, 4, 224, 1032}, Store::kTiles, ++seed);
   check_adapters({560, 2, 4, 200, 1032}, Store::kAlternatingRows, ++seed);
+}
+
+// Without scratch for them, tokens are gathered, to the same bits.
+TEST_CASE("moe_gate_up_cuda of many tokens without room to arrange them") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    DeviceMoe moe({100, 2, 4, 96, 72}, store, true, 250);
+    moe.set_adapters(all_kinds(moe), 250);
+    moe.use(slots_modulo(moe.shape.rows, 5), {});
+    const std::vector<float> gathered =
+        moe.run_gate_up(ExpertPath::kManyTokensGather, MoeActivation::kSilu, Dtype::kF32);
+    for (const bool room : {true, false}) {
+      moe.room_for_tokens = room;
+      for (const ExpertPath path :
+           {ExpertPath::kManyTokens, ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensPairs}) {
+        INFO(describe(moe.shape, store, path) << (room ? " with" : " without") << " room");
+        CHECK(same_bits(gathered, moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32)));
+        CHECK(moe.intact);
+      }
+    }
+  }
 }
 
 TEST_CASE("moe_gate_up_cuda with all rows on one expert, each with an adapter of its own") {
@@ -192,7 +218,7 @@ TEST_CASE("moe_gate_up_cuda leaves rows without an adapter, or of scale 0, bit-e
   }
 }
 
-TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes no bit of a row") {
+TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of the largest values, changes no bit of a row") {
   if (gpu() == nullptr) {
     return;
   }
@@ -206,7 +232,7 @@ TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes 
                                              moe.draw_adapter({{16}, kGateBit | kUpBit, true}),
                                              moe.draw_adapter({{24}, kGateBit | kUpBit})};
         for (auto& [key, pair] : adapters[2].experts) {
-          std::fill(pair.b.begin(), pair.b.end(), std::numeric_limits<float>::infinity());
+          std::fill(pair.b.begin(), pair.b.end(), moe.largest_b(path));
         }
         moe.set_adapters(adapters, 6);
         std::vector<int32_t> slots = slots_modulo(shape.rows, 2);
@@ -224,6 +250,64 @@ TEST_CASE("moe_gate_up_cuda: a neighbour's adapter, even of infinities, changes 
         }
       }
     }
+  }
+}
+
+// Few groups of pairs are cut among blocks, many are not.
+TEST_CASE("moe_gate_up_cuda: how many adapters there are beside its own changes no bit of a row") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const MoeShape shape{24, 4, 16, 96, 320};
+  for (const Store store : {Store::kRows, Store::kTiles}) {
+    for (const ExpertPath path : kPaths) {
+      INFO(describe(shape, store, path));
+      DeviceMoe moe(shape, store, true, 650);
+      std::vector<TestAdapter> adapters;
+      for (int32_t i = 0; i <= shape.rows; ++i) {
+        adapters.push_back(moe.draw_adapter({{8 + i, 40}, kGateBit | kUpBit, i % 2 == 0}));
+      }
+      moe.set_adapters(adapters, 7);
+      const auto run = [&] {
+        return moe.by_choice(moe.run_gate_up(path, MoeActivation::kSilu, Dtype::kF32), shape.intermediate);
+      };
+      std::vector<int32_t> slots(static_cast<size_t>(shape.rows), 1);
+      moe.use(slots, {});
+      const std::vector<float> one = run();
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        slots[static_cast<size_t>(t)] = t % 3 == 0 ? 1 : t + 2;
+      }
+      moe.use(slots, {});
+      const std::vector<float> many = run();
+      for (int32_t t = 0; t < shape.rows; ++t) {
+        CHECK(same_row(moe, one, many, t) == (t % 3 == 0));
+      }
+    }
+  }
+}
+
+// Rows fall away, and with them tokens of every expert, so that others are the widths of a round, its row tiles and the
+// blocks that work on them. Three stages of inputs, so that they fall to other warps from round to round.
+TEST_CASE("moe_gate_up_cuda: how many tokens a stream of MXFP4 tiles passes changes no bit of a row") {
+  if (gpu() == nullptr || cuda_state(*gpu()->stream).compute_capability / 10 != 9) {
+    return;
+  }
+  DeviceMoe moe({70, 4, 8, 544, 3208}, Store::kTiles, true, 660);
+  const auto run = [&] {
+    return moe.by_choice(moe.run_gate_up(ExpertPath::kFewTokens, MoeActivation::kSilu, Dtype::kF32),
+                         moe.shape.intermediate);
+  };
+  const std::vector<float> all = run();
+  for (const int32_t rows : {53, 30, 14, 3}) {
+    moe.shape.rows = rows;
+    moe.choice.resize(static_cast<size_t>(rows * moe.shape.top_k));
+    moe.use({}, {});
+    const std::vector<float> fewer = run();
+    INFO(describe(moe.shape, moe.store, ExpertPath::kFewTokens));
+    for (int32_t t = 0; t < rows; ++t) {
+      CHECK(same_row(moe, all, fewer, t));
+    }
+    CHECK(moe.intact);
   }
 }
 

@@ -211,6 +211,7 @@ const Kernels& kernels_reference() {
       .router_topk = nothing,
       .moe_sort = nothing,
       .moe_route = nothing,
+      .moe_router = nothing,
       .moe_gate_up = nothing,
       .moe_down = nothing,
       .moe_combine = nothing,

@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+// The adapters' part of kernels/dense/linear_stream.cuh, and what a block of it has in shared memory. Two warps (one
+// for up to 32 rows) look up what the rows' adapters say, order the rows by them and ask B into the L2; then they
+// compute the deltas of the first few groups of up to 8 rows of one adapter, 64 outputs each, while weights stream, and
+// keep them in registers until the ring is free. Groups that are left follow at the end, by the warps that multiplied.
+// Included by linear_stream.cuh.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "kernels/cuda/async_copy.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mma_tile.cuh"
+#include "kernels/cuda/tensor_copy.cuh"
+#include "kernels/cuda/wgmma.cuh"
+#include "kernels/dense/linear_params.cuh"
+#include "kernels/lora/lora_expand.cuh"
+
+namespace moelora::linear {
+
+constexpr int kStreamRows = 64;  // at most
+constexpr int kStreamCluster = 8;
+constexpr int kStreamStages = 16;           // at most
+constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
+constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
+constexpr int kBoxAlignment = 1024;
+constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
+constexpr int kEarlyItems = 3;  // such products that a warp computes while the weights stream
+
+// In shared memory beside the ring. A row's position: rows sorted by adapter, those without a delta first.
+template <int TOKENS>
+struct StreamShared {
+  uint64_t full[kStreamStages];   // weights and x of a stage are there
+  uint64_t empty[kStreamStages];  // all warps have multiplied it
+  int key[TOKENS];                // of each row: its adapter's slot, 0 = no delta
+  int row_at[TOKENS];             // of each position
+  int group[TOKENS];              // of each owned position: rows of the group that begins there, 0: none begins
+  LoraToken tokens[TOKENS];       // of each owned position
+};
+
+// Up to TOKENS rows, 64 WARPGROUPS outputs.
+template <int TOKENS, int WARPGROUPS>
+struct StreamTile {
+  static constexpr int OUTPUTS = 64 * WARPGROUPS;
+  static constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS;
+  static constexpr int MULTIPLY_WARPS = MULTIPLY_THREADS / 32;
+  static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
+  static constexpr int THREADS = MULTIPLY_THREADS + 32 + LOOKUP_THREADS;
+  static constexpr int LOOKUP_WARPS = LOOKUP_THREADS / 32;
+  static constexpr int EARLY_ITEMS = kEarlyItems * LOOKUP_WARPS;  // deltas of a group and 64 outputs, before the sums
+  static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;        // of a stage; the tokens follow
+  static constexpr int TOKEN_BYTES = TOKENS * kBoxBytes;
+  static constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
+  // Of sums, [token][output]: the lanes of a quad, two tokens apart each, store into different banks.
+  static constexpr int SUMS_STRIDE = OUTPUTS + 4;
+  static constexpr int SUMS_BYTES = TOKENS * SUMS_STRIDE * 4;
+  static constexpr int MAX_STAGES = std::min(
+      kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
+  static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas
+  static_assert(TOKENS <= kStreamRows && STAGE_BYTES % kBoxAlignment == 0 && MIN_STAGES <= MAX_STAGES);
+  static constexpr int shared_bytes(int stages) { return kBoxAlignment + stages * STAGE_BYTES; }
+};
+
+// What a block works on: outputs n0 .. of a part, 64-input blocks [begin, end) of K, and for the cluster the rows at
+// positions [first, first + owned).
+struct StreamWork {
+  const Part& part;
+  int n0;
+  int begin;
+  int end;
+  int first;
+  int owned;
+  int cluster;  // blocks
+};
+
+// By the LOOKUP_THREADS, `row` each: what the rows' adapters say about the part, the rows' positions, and B of the
+// owned ones' adapters asked into the L2.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
+                                               int row) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  const ResolvedLora* record = nullptr;
+  int slot = 0;
+  float scale = 0.0f;
+  if (work.part.module >= 0 && row < p.num_rows) {
+    slot = p.row_slot[row];
+    scale = p.row_scale[row];
+    if (slot != 0) {
+      record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(work.part.module));
+    }
+  }
+  const LoraToken token = lora_token(record, slot, scale);
+  const int key = token.rank != 0 ? slot : 0;
+  if (row < TOKENS) {
+    shared.key[row] = key;
+  }
+  barrier_sync(2, Tile::LOOKUP_THREADS);
+  if (row >= p.num_rows) {
+    return;
+  }
+  int less = 0;
+  int before = 0;  // of the same adapter
+  int after = 0;
+#pragma unroll 4
+  for (int other = 0; other < p.num_rows; ++other) {
+    const int its = shared.key[other];
+    less += its < key ? 1 : 0;
+    before += its == key && other < row ? 1 : 0;
+    after += its == key && other > row ? 1 : 0;
+  }
+  const int position = less + before;
+  shared.row_at[position] = row;
+  const int index = position - work.first;
+  if (index < 0 || index >= work.owned) {
+    return;
+  }
+  const int nth = min(before, index);  // among the adapter's owned rows
+  shared.tokens[index] = token;
+  shared.group[index] = key != 0 && nth % kTokenGroup == 0 ? min(min(after + 1, work.owned - index), kTokenGroup) : 0;
+  if (key != 0 && nth == 0) {
+    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+    const int granules = (min(Tile::OUTPUTS, work.part.n - work.n0) + kTileColumns - 1) / kTileColumns * panels;
+#pragma unroll 1
+    for (int i = 0; i < granules; ++i) {
+      prefetch_l2_bulk(paged_granule(p.table, slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + i),
+                       kGranuleBytes);
+    }
+  }
+}
+
+// The deltas of a group of rows, 64 outputs: acc[i] of outputs 16 i .. 16 i + 15.
+using GroupDeltas = float[4][4];
+
+// Of the group that begins at owned position `start`, outputs from n on. By a warp.
+template <int TOKENS>
+__device__ __forceinline__ void expand_group(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, int start, int n, GroupDeltas& acc) {
+  const int g = static_cast<int>(threadIdx.x % 32 / 4);
+  const int t = static_cast<int>(threadIdx.x % 4);
+  const LoraToken& token = shared.tokens[start];
+  const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+  const float* shrunk = nullptr;
+  if (g < shared.group[start]) {
+    shrunk = shrunk_row(p, work.part, shared.row_at[work.first + start + g]);
+  }
+#pragma unroll 1
+  for (int first = 0; first < panels; first += 4) {
+    const int panel = first + t;
+    uint4 b[4][2];
+    float values[8] = {};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      b[i / 2][i % 2] = zero_chunk();
+    }
+    if (panel < panels) {
+      const std::byte* granule =
+          paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + panel) + g * 16;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        b[i / 2][i % 2] = *reinterpret_cast<const uint4*>(granule + i * 128);
+      }
+      if (shrunk != nullptr) {
+        *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks);
+        *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks + 4);
+      }
+    }
+    const SplitChunk x = split_chunk(values);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      mma_chunk(acc[i], b[i][0], b[i][1], x.high);
+      mma_chunk(acc[i], b[i][0], b[i][1], x.low);
+    }
+  }
+}
+
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void leave_deltas(const StreamWork& work, const StreamShared<TOKENS>& shared, int start,
+                                             int n, const GroupDeltas& acc, float* deltas) {
+  constexpr int STRIDE = StreamTile<TOKENS, WARPGROUPS>::SUMS_STRIDE;
+  const int g = static_cast<int>(threadIdx.x % 32 / 4);
+  const int t = static_cast<int>(threadIdx.x % 4);
+  const int count = shared.group[start];
+  float* const to = deltas + (start + 2 * t) * STRIDE + n - work.n0 + g;
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    if (2 * t + i % 2 < count) {
+      to[i % 2 * STRIDE + i / 4 * 16 + i % 4 / 2 * 8] = acc[i / 4][i % 4];
+    }
+  }
+}
+
+// A group of the owned rows and 64 outputs.
+struct StreamItem {
+  int start;  // -1: there is no such item
+  int n;
+};
+
+// By a warp.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ StreamItem find_item(const StreamWork& work, const StreamShared<TOKENS>& shared, int item) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  int nth = item / WARPGROUPS;
+  StreamItem result = {-1, work.n0 + 64 * (item % WARPGROUPS)};
+#pragma unroll 1
+  for (int base = 0; base < work.owned && result.start < 0; base += 32) {
+    unsigned begins = __ballot_sync(0xffffffffu, base + lane < work.owned && shared.group[base + lane] != 0);
+    for (; begins != 0 && nth > 0; begins &= begins - 1) {
+      --nth;
+    }
+    if (begins != 0) {
+      result.start = base + __ffs(static_cast<int>(begins)) - 1;
+    }
+  }
+  return result;
+}
+
+// The first items, by the LOOKUP_THREADS in turn, while weights stream; they wait for the shrink.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void expand_early(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, int warp,
+                                             GroupDeltas (&held)[kEarlyItems]) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  barrier_sync(2, Tile::LOOKUP_THREADS);  // the groups are there
+  wait_for_previous();
+#pragma unroll
+  for (int i = 0; i < kEarlyItems; ++i) {
+    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, i * Tile::LOOKUP_WARPS + warp);
+    if (item.start >= 0 && item.n < work.part.n) {
+      expand_group<TOKENS>(p, work, shared, item.start, item.n, held[i]);
+    }
+  }
+}
+// When the ring is free, those deltas into shared memory.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void leave_early(const StreamWork& work, const StreamShared<TOKENS>& shared, int warp,
+                                            const GroupDeltas (&held)[kEarlyItems], float* deltas) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+#pragma unroll
+  for (int i = 0; i < kEarlyItems; ++i) {
+    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, i * Tile::LOOKUP_WARPS + warp);
+    if (item.start >= 0 && item.n < work.part.n) {
+      leave_deltas<TOKENS, WARPGROUPS>(work, shared, item.start, item.n, held[i], deltas);
+    }
+  }
+  barrier_sync(1, Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS);
+}
+
+// All other deltas of the owned rows, [owned position][SUMS_STRIDE], by the threads that multiply.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void expand_owned(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, float* deltas) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+#pragma unroll 1
+  for (int nth = Tile::EARLY_ITEMS + static_cast<int>(threadIdx.x / 32);; nth += Tile::MULTIPLY_WARPS) {
+    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, nth);
+    if (item.start < 0) {
+      break;
+    }
+    if (item.n < work.part.n) {
+      GroupDeltas acc = {};
+      expand_group<TOKENS>(p, work, shared, item.start, item.n, acc);
+      leave_deltas<TOKENS, WARPGROUPS>(work, shared, item.start, item.n, acc, deltas);
+    }
+  }
+  barrier_sync(1, Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS);  // all deltas are there
+}
+
+}  // namespace moelora::linear
