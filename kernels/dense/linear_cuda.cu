@@ -222,7 +222,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   const bool large = tiles >= WIDE_TILES;
   if (shrink.num_modules > 0) {
-    shrink.lets_next_early = path != LinearPath::kProductWithX && is_streamed(args.num_rows, large) &&
+    shrink.lets_next_early = path == LinearPath::kProductEarly && is_streamed(args.num_rows, large) &&
                              has_bf16_weights(args) && linear::can_stream(cuda_state(stream));
     lora_shrink_dense_cuda(shrink, stream);
   }
