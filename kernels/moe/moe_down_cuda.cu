@@ -8,10 +8,10 @@
 // expert_delta_stream.cuh; of one row of MXFP4 the product does); where there are no clusters, shrink and expand
 // (kernels/moe/expert_expand.cuh) are two.
 // H200, as in moe_gate_up_cuda.cu:
-//   gpt-oss-20b (MXFP4)    1 row 15.7 us for 18 MB; 64 rows 58 us for 95 MB, with 8 adapters 88 us (by
-//                          expert_decode.cuh, which takes 60 without); 4096 rows 663 us = 410 TFLOP/s
+//   gpt-oss-20b (MXFP4)    1 row 15.7 us for 18 MB; 64 rows 60 us for 95 MB, with 8 adapters 87 us; 4096 rows 612 us =
+//                          444 TFLOP/s, with an adapter for each of three prompts 700 us
 //   Qwen3-30B-A3B (bf16)   1 row 14.6 us for 25 MB; 64 rows 108 us for 399 MB = 82 % of the ceiling, with 8 adapters
-//                          164 us; 4096 rows 319 us = 323 TFLOP/s
+//                          164 us by clusters; 4096 rows, tokens gathered, 315 us
 #include "kernels/moe/moe_down.h"
 
 #include "kernels/moe/expert_launch.cuh"

@@ -5,16 +5,16 @@
 // kernels/moe/expert_few.cuh. Few tokens an expert: expert_decode.cuh or, from some tokens an expert on and for MXFP4,
 // expert_stream.cuh, limited by reading the weights. Many: expert_prefill_sm90.cuh, where scratch allows it with a
 // sorted copy of x (expert_tokens.cuh), or, before sm_90, expert_prefill.cuh, limited by the tensor cores.
-// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh; another way, for now at a
-// caller's wish, is expert_delta_stream.cuh); where there are no clusters, shrink and expand
+// With few tokens one launch before it computes the deltas (kernels/moe/expert_delta.cuh or, of many pairs,
+// expert_delta_stream.cuh; of one row of MXFP4 the product does); where there are no clusters, shrink and expand
 // (kernels/moe/expert_expand.cuh) are two.
 // H200, random weights, between two events (1.3 us of them in every figure), read ceiling 4.5 TB/s; 1 row by
 // expert_decode.cuh (what expert_few.cuh gives is said there):
 //   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with
-//                          8 adapters of rank 32 155 us (by expert_decode.cuh, which takes 104 without); 4096 rows
-//                          1,243 us = 437 TFLOP/s
+//                          8 adapters of rank 32 131 us; 4096 rows 1,106 us = 491 TFLOP/s, with an adapter for each
+//                          of three prompts 1,221 us
 //   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling, with 8 adapters
-//                          276 us; 4096 rows (about 256 tokens an expert) 535 us = 385 TFLOP/s
+//                          276 us by clusters; 4096 rows (about 256 tokens an expert), tokens gathered, 532 us
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"
