@@ -141,8 +141,8 @@ void rms_norm(const RmsNormArgs& args, Stream&) {
 }
 
 void linear(const LinearArgs& args, Stream&) {
-  if (args.parts[0].module == LoraModule::kQ) {
-    step.lora = args.lora;
+  if (args.num_parts == 3) {  // q, k, v
+    step.lora = args.parts[0].module == LoraModule::kQ ? args.lora : nullptr;
   }
 }
 
@@ -156,6 +156,7 @@ std::shared_ptr<AdapterImage> make_image(uint64_t image, int32_t granules, int64
   made->fingerprint = image;
   made->dir = has_folder ? "image " + std::to_string(image) : "";
   made->max_rank = kTileRanks;
+  made->modules = 1u << static_cast<int>(LoraModule::kQ);
   const auto stride = static_cast<size_t>(page_bytes);
   const uint64_t num_pages = (made->stream.size() + stride - 1) / stride;
   for (uint64_t page = 0; page < num_pages; ++page) {
