@@ -41,6 +41,12 @@ __device__ __forceinline__ uint4 load_streaming(const void* address) {
                : "l"(address));
   return value;
 }
+// A load that stays where it stands: look-ups that do not depend on each other are under way together.
+__device__ __forceinline__ int load_now(const int32_t* from) {
+  int value;
+  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
 
 // Eight fp32 values as bf16 high parts and the bf16 of what is left: together 16 bits of mantissa.
 struct SplitChunk {

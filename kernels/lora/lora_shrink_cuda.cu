@@ -25,7 +25,7 @@ constexpr int64_t FEW_ROWS = 64;
 constexpr int64_t FEW_ROWS_WHOLE = 8;  // of which a block takes all of K
 constexpr int64_t FEW_PAIRS = 1024;
 
-// What both ways have in common; the rest is the caller's.
+// What all ways have in common; the rest is the caller's.
 template <class Params, class Args>
 Params common_params(const Args& args) {
   MOELORA_ASSERT(args.x.dtype == Dtype::kBf16 && args.k % 8 == 0 && args.x.stride % 8 == 0);

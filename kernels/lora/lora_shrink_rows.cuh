@@ -72,13 +72,6 @@ struct Tokens {
   float scale;  // of the row
 };
 
-// A load that stays where it stands: look-ups that do not depend on each other are under way together.
-__device__ __forceinline__ int load_now(const int32_t* from) {
-  int value;
-  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
-  return value;
-}
-
 // Segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
 template <bool EXPERTS>
 __device__ __forceinline__ Work find_work(const Params& p, int segment, bool& ended, int4& pages) {

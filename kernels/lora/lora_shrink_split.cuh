@@ -54,13 +54,6 @@ struct Params {
   int rank_stride;
 };
 
-// A load that stays where it stands: look-ups that do not depend on each other are under way together.
-__device__ __forceinline__ int load_now(const int32_t* from) {
-  int value;
-  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
-  return value;
-}
-
 // Lane i has segments i and i + 32.
 struct Segments {
   int begin[2];

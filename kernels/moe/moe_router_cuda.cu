@@ -96,12 +96,12 @@ bool launch_for_rows(const Params& p, const CudaStream& state) {
                                    : launch_for_experts<STEPS, true>(p, state);
 }
 
-// False where this kernel cannot: nothing was launched.
 // Most experts for which one launch is faster also where the kernel ahead has its shrink inside (H200, six layers as
 // one graph, 1 row: Qwen3-30B-A3B's 128 experts 445 us and by three launches 452, with an adapter 539 and 521;
 // gpt-oss's 32 experts with an adapter 658 and 662).
 constexpr int kExpertsBesideLora = 64;
 
+// False where this kernel cannot: nothing was launched.
 bool launch_one(const MoeRouterArgs& args, const CudaStream& state) {
   if (state.compute_capability < 90 || !fits(args)) {
     return false;
