@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Opening a model: sizes are settled here, all device memory is taken here, and the thread starts last.
 #include <algorithm>
-#include <array>
 #include <iterator>
 
 #include "kernels/base/thread.h"
@@ -17,6 +16,18 @@ namespace {
 constexpr size_t kNumRecords = 65536;
 constexpr int32_t kGraphRows = 64;                       // wider steps hide their launches behind their work
 constexpr size_t kWorkerScratchBytes = size_t{2} << 20;  // the tiles of the CPU kernels
+
+// No adapters, those of attention alone, those that leave the router as it is, if there is one, all.
+std::vector<uint32_t> graph_sets(const ModelConfig& config) {
+  const auto bit = [](LoraModule module) { return 1u << static_cast<int>(module); };
+  std::vector<uint32_t> sets = {0u,
+                                bit(LoraModule::kQ) | bit(LoraModule::kK) | bit(LoraModule::kV) | bit(LoraModule::kO)};
+  if (config.num_experts > 0) {
+    sets.push_back(~bit(LoraModule::kRouter));
+  }
+  sets.push_back(~0u);
+  return sets;
+}
 
 }  // namespace
 
@@ -79,23 +90,16 @@ void Engine::Parts::size_up() {
   info.page_reason = geometry.reason;
 }
 
-// Sets of modules that decode steps are recorded for, each within the next: no adapters, those of attention alone,
-// those that leave the router as it is, all.
-std::array<uint32_t, Engine::Parts::kNumGraphSets> Engine::Parts::graph_sets() {
-  const auto bit = [](LoraModule module) { return 1u << static_cast<int>(module); };
-  const uint32_t attention = bit(LoraModule::kQ) | bit(LoraModule::kK) | bit(LoraModule::kV) | bit(LoraModule::kO);
-  return {0u, attention, ~bit(LoraModule::kRouter), ~0u};
-}
-
 // Decode steps of every number of rows up to kGraphRows, for each set. One step runs first, on zeros: it loads the
 // kernels and lets libraries choose theirs.
 void Engine::Parts::record_graphs() {
   if (!device->can_record() || !options.graphs) {
     return;
   }
+  graph_sets_ = graph_sets(config);
   const int32_t rows_max = std::min(kGraphRows, info.max_num_sequences);
   for (int32_t rows = 1; rows <= rows_max; ++rows) {
-    for (const uint32_t modules : graph_sets()) {
+    for (const uint32_t modules : graph_sets_) {
       const ForwardInput input = step_input->decode_input(rows, modules, *pool, *adapters);
       if (rows == 1) {
         model->forward(input, *workspace, *stream);
@@ -111,10 +115,10 @@ void Engine::Parts::record_graphs() {
 Graph* Engine::Parts::graph_of_batch() const {
   const ForwardInput& input = step_input->forward_input();
   const uint32_t modules = input.lora != nullptr ? input.lora->modules : 0;
-  const auto sets = graph_sets();
-  const auto smallest = std::find_if(sets.begin(), sets.end(), [&](uint32_t set) { return (modules & ~set) == 0; });
-  const size_t index = sets.size() * static_cast<size_t>(input.num_rows - 1) +
-                       static_cast<size_t>(std::distance(sets.begin(), smallest));
+  const auto smallest =
+      std::find_if(graph_sets_.begin(), graph_sets_.end(), [&](uint32_t set) { return (modules & ~set) == 0; });
+  const size_t index = graph_sets_.size() * static_cast<size_t>(input.num_rows - 1) +
+                       static_cast<size_t>(std::distance(graph_sets_.begin(), smallest));
   return step_input->is_decode() && index < graphs_.size() ? graphs_[index].get() : nullptr;
 }
 

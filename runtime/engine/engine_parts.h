@@ -4,7 +4,6 @@
 // while the device works. Adapter slots are touched by the engine thread only.
 #pragma once
 
-#include <array>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -136,8 +135,6 @@ class Engine::Parts {
   void open_weights(const std::string& model_dir);
   void size_up();
   void open_swap_space();
-  static constexpr size_t kNumGraphSets = 4;
-  static std::array<uint32_t, kNumGraphSets> graph_sets();
   void record_graphs();
   [[nodiscard]] Graph* graph_of_batch() const;
   void count_prompt(const Sequence& sequence, const BatchEntry& entry);
@@ -146,7 +143,9 @@ class Engine::Parts {
   void record_end(const Sequence& sequence, double now);
 
   Batch batch_;
-  std::vector<std::unique_ptr<Graph>> graphs_;  // [rows - 1][graph_sets], decode steps
+  std::vector<std::unique_ptr<Graph>> graphs_;  // [rows - 1][graph_sets_], decode steps
+  // Modules of adapters that steps are recorded for (LoraBatch::modules), each set within the next.
+  std::vector<uint32_t> graph_sets_;
   std::vector<FailedLoad> failed_loads_;
   std::vector<float> captured_;         // one row of logits on its way to a reader
   uint32_t totals_before_[2] = {0, 0};  // of MoeOrder::totals, at the last step

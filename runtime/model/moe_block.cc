@@ -8,9 +8,13 @@
 namespace moelora {
 namespace {
 
-bool adapts_experts(const ForwardInput& input) {
-  return input.lora != nullptr && (input.lora->adapts(ExpertModule::kGate) || input.lora->adapts(ExpertModule::kUp) ||
-                                   input.lora->adapts(ExpertModule::kDown));
+// The batch's adapters if one of them may have experts; else null.
+const LoraBatch* expert_lora(const ForwardInput& input) {
+  const LoraBatch* lora = input.lora;
+  return lora != nullptr && (lora->adapts(ExpertModule::kGate) || lora->adapts(ExpertModule::kUp) ||
+                             lora->adapts(ExpertModule::kDown))
+             ? lora
+             : nullptr;
 }
 
 }  // namespace
@@ -76,7 +80,8 @@ void Model::route(const RmsNormArgs& norm, const ForwardInput& input, int32_t la
   router.compute = Compute::kExact;  // top-k sets must not depend on rounding (formats.md A1)
   args.route.topk = {workspace.router_logits, input.num_rows,         config_.num_experts,  config_.top_k,
                      RouterScore::kSoftmax,   config_.norm_topk_prob, workspace.expert_ids, workspace.expert_weights};
-  args.route.row_slot = adapts_experts(input) ? input.lora->row_slot : nullptr;
+  const LoraBatch* lora = expert_lora(input);
+  args.route.row_slot = lora != nullptr ? lora->row_slot : nullptr;
   args.route.order = workspace.order;
   kernels_.moe_router(args, stream);
   if (input.router_gaps != nullptr) {
@@ -96,7 +101,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.top_k = config_.top_k;
   gate_up.num_experts = config_.num_experts;
   gate_up.layer = layer;
-  gate_up.lora = adapts_experts(input) ? input.lora : nullptr;
+  gate_up.lora = expert_lora(input);
   gate_up.compute = compute_;
   gate_up.activation = config_.swiglu_limit > 0.0f ? MoeActivation::kClampedSwiglu : MoeActivation::kSilu;
   gate_up.limit = config_.swiglu_limit;
@@ -113,7 +118,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   down.top_k = config_.top_k;
   down.num_experts = config_.num_experts;
   down.layer = layer;
-  down.lora = adapts_experts(input) ? input.lora : nullptr;
+  down.lora = expert_lora(input);
   down.compute = compute_;
   down.out = workspace.expert_out;
   down.scratch = workspace.scratch;
