@@ -46,6 +46,8 @@ constexpr int kFillRegisters = 32;
 constexpr int kStageBlocks = 4;  // as many share a group of scales
 constexpr int kStageInputs = kStageBlocks * 64;
 constexpr int kMaxTokens = 32;
+// Shares are cut between groups of row tiles: a strip for each of the SM's schedulers, fewer take as long.
+constexpr int kGroupTiles = 4 * kWarpTiles;
 constexpr int kTileStageBytes = kStageBlocks * kMxfp4TileBytes;
 constexpr int kTokenBytes = kStageInputs * 2;
 // Of a token in a stage: lanes of two tokens that load together fall into different banks.
@@ -55,41 +57,45 @@ constexpr int kTokensBegin = kScalesBegin + kTiles * kMxfp4ScaleGroupBytes;
 constexpr int kStageBytes = kTokensBegin + kMaxTokens * kTokenStride;
 constexpr int kStages = 4;
 
-// Sums that the warps of a strip give each other, of up to kGroups groups of 8 tokens.
+// Sums that a warp of a strip gives the other one, of up to kGroups groups of 8 tokens.
 struct Exchange {
   static constexpr int kGroups = 2;
-  float4 to[kStrips][kTurns][kGroups][32];
+  float4 of[kStrips][kWarpTiles][kGroups][32];
 };
 constexpr int kSharedBytes = kStages * kStageBytes + static_cast<int>(sizeof(Exchange));
 
 struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  int share[2];  // row tiles of all experts, one after the other: the first of this block, and of the next
+  uint64_t sums_there[kStrips];
+  uint64_t sums_read[kStrips];
+  int share[2];  // groups of all experts, one after the other: the first of this block, and of the next
+  uint16_t expert_begin[kMaxExperts + 1];
 };
+constexpr int kMaxPairs = (1 << 16) - 1;
 
-// What a row tile of an expert of `tokens` tokens takes, in instructions of a block of 64 inputs, those that fill
-// included.
-__device__ __forceinline__ int tile_cost(int tokens) {
-  constexpr int kAll = 98;
-  const int rest = tokens % kMaxTokens;
-  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 78 : rest <= 16 ? 84 : kAll);
+__device__ __forceinline__ int groups_of(const ExpertGemm& p) {
+  return (p.row_tiles + kGroupTiles - 1) / kGroupTiles;
 }
-// What a block that changes to another expert takes more, of row tiles of few tokens: the stages of a round of few row
-// tiles come no faster than their latency.
-constexpr int kStartTiles = 2;
-constexpr int kStartCost = kStartTiles * 78;
 
-// Cuts the row tiles of all active experts into shares of about equal cost. By one warp, from nothing but the pairs'
-// begins: lists of active experts would be loads that wait for each other.
+// What a group of an expert of `tokens` tokens takes, measured: of up to 8 tokens limited by memory, of more by
+// instructions.
+__device__ __forceinline__ int group_cost(int tokens) {
+  constexpr int kAll = 92;
+  const int rest = tokens % kMaxTokens;
+  return tokens / kMaxTokens * kAll + (rest == 0 ? 0 : rest <= 8 ? 58 : rest <= 16 ? 68 : rest <= 24 ? 79 : kAll);
+}
+// What a block that changes to another expert takes more.
+constexpr int kStartCost = 15;
+
+// Cuts the groups of all active experts into shares of about equal cost. By one warp, once the pairs' begins are known.
 __device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts, Shared& shared) {
+  const int groups = groups_of(p);
   const auto cost_of = [&](int expert) {
-    return expert >= num_experts
-               ? 0
-               : tile_cost(__ldg(p.order.expert_begin + expert + 1) - __ldg(p.order.expert_begin + expert));
+    return expert >= num_experts ? 0 : group_cost(shared.expert_begin[expert + 1] - shared.expert_begin[expert]);
   };
-  const auto cost_of_all = [&](int tile_costs, int starts) {
-    return int64_t{tile_costs} * p.row_tiles + int64_t{starts} * kStartCost;
+  const auto cost_of_all = [&](int group_costs, int starts) {
+    return int64_t{group_costs} * groups + int64_t{starts} * kStartCost;
   };
   int64_t all = 0;
   for (int first = 0; first < num_experts; first += 32) {
@@ -114,24 +120,23 @@ __device__ __forceinline__ void find_share(const ExpertGemm& p, int num_experts,
     for (int i = 0; i < 2; ++i) {
       if (cost != 0 && begin <= ends[i] && (ends[i] < end || (ends[i] == end && end == all))) {
         const auto rest = static_cast<int>(ends[i] - begin) - kStartCost;
-        shared.share[i] = expert * p.row_tiles + (max(rest, 0) + cost - 1) / cost;
+        shared.share[i] = expert * groups + (max(rest, 0) + cost / 2) / cost;
       }
     }
     before += cost_of_all(__shfl_sync(0xffffffffu, sum, 31), __popc(active));
   }
 }
-// Brings what filling looks up first into the L1, by the warps that have nothing else to do then: before the wait for
-// the kernel ahead what no kernel writes, after it the rest.
+// Brings pointers that filling looks up first into the L1.
 template <class T>
-__device__ __forceinline__ void touch(const T* from, int count) {
-  constexpr int kBusy = 64;  // find_share, and the barriers' inits
-  const int thread = static_cast<int>(threadIdx.x) - kBusy;
-  for (int i = thread; thread >= 0 && i < count; i += kThreads - kBusy) {
-    if constexpr (sizeof(T) == 8) {
-      asm volatile("" ::"l"(__ldg(reinterpret_cast<const long long*>(from) + i)));
-    } else {
-      asm volatile("" ::"r"(__ldg(from + i)));
-    }
+__device__ __forceinline__ void touch(const T* const* from, int count) {
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
+    asm volatile("" ::"l"(__ldg(reinterpret_cast<const long long*>(from) + i)));
+  }
+}
+// What is loaded passes the L1, which may hold what the same array said a layer ago.
+__device__ __forceinline__ void load_order(const ExpertGemm& p, int num_experts, Shared& shared) {
+  for (int i = static_cast<int>(threadIdx.x); i <= num_experts; i += kThreads) {
+    shared.expert_begin[i] = static_cast<uint16_t>(__ldcg(p.order.expert_begin + i));
   }
 }
 
@@ -140,9 +145,10 @@ __device__ __forceinline__ int stages_of(const ExpertGemm& p) {
   return (p.k_blocks + kStageBlocks - 1) / kStageBlocks;
 }
 
-// The share of this block, group by group: up to kTiles row tiles of one expert, and up to kMaxTokens of its tokens.
+// The share of this block, round by round: up to kTiles row tiles of one expert, and up to kMaxTokens of its tokens.
 struct Walk {
-  int item;
+  const Shared& shared;
+  int item;  // group
   int items_end;
   int expert;
   int tile;   // the first
@@ -150,8 +156,8 @@ struct Walk {
   int pair;   // first sorted pair
   int end;    // end of the expert's pairs
 
-  __device__ __forceinline__ Walk(const ExpertGemm& p, const Shared& shared)
-      : item(shared.share[0]), items_end(shared.share[1]) {
+  __device__ __forceinline__ Walk(const ExpertGemm& p, const Shared& s)
+      : shared(s), item(s.share[0]), items_end(s.share[1]) {
     locate(p);
   }
   [[nodiscard]] __device__ __forceinline__ bool ended() const { return item >= items_end; }
@@ -160,15 +166,16 @@ struct Walk {
     if (pair + kMaxTokens < end) {
       pair += kMaxTokens;
     } else {
-      item += count;
+      item += (count + kGroupTiles - 1) / kGroupTiles;
       locate(p);
     }
   }
   __device__ __forceinline__ void locate(const ExpertGemm& p) {
-    for (; !ended(); item = (expert + 1) * p.row_tiles) {
-      expert = item / p.row_tiles;
-      pair = __ldg(p.order.expert_begin + expert);
-      end = __ldg(p.order.expert_begin + expert + 1);
+    const int groups = groups_of(p);
+    for (; !ended(); item = (expert + 1) * groups) {
+      expert = item / groups;
+      pair = shared.expert_begin[expert];
+      end = shared.expert_begin[expert + 1];
       if (pair < end) {
         break;
       }
@@ -176,12 +183,9 @@ struct Walk {
     if (ended()) {
       return;
     }
-    tile = item % p.row_tiles;
-    const int rest = min(items_end - item, p.row_tiles - tile);
-    // Whole rounds, since others leave the SM's schedulers unequal work; but no last round of few row tiles: it takes
-    // the latency of its stages, however few bytes they are.
-    constexpr int kHalf = kTiles / 2;
-    count = rest <= kTiles ? rest : rest < kTiles + kHalf ? kHalf : kTiles;
+    const int group = item % groups;
+    tile = group * kGroupTiles;
+    count = min(min(min(items_end - item, groups - group) * kGroupTiles, kTiles), p.row_tiles - tile);
   }
 };
 
@@ -193,6 +197,7 @@ struct Part {
   int to = 0;                       // in a stage
   uint32_t bytes = 0;
   uint32_t last_bytes = 0;  // of the last stage
+  bool is_token = false;
 };
 __device__ __forceinline__ Part part_of(const ExpertGemm& p, const Walk& walk, int warp) {
   constexpr int kWarpTileCopies = (kTiles + kFillWarps - 1) / kFillWarps;
@@ -221,7 +226,10 @@ __device__ __forceinline__ Part part_of(const ExpertGemm& p, const Walk& walk, i
   } else {
     const int token = (lane - 2 * kWarpTileCopies) * kFillWarps + warp;
     if (token < walk.tokens()) {
-      part.from = reinterpret_cast<const std::byte*>(token_row(p, walk.pair + token));
+      const int pair = walk.pair + token;
+      const int row = p.x_by_pair ? pair : __ldcg(p.order.pair_row + pair);
+      part.from = reinterpret_cast<const std::byte*>(p.x + row * p.x_stride);
+      part.is_token = true;
       part.to = kTokensBegin + token * kTokenStride;
       part.bytes = kTokenBytes;
       part.last_bytes = static_cast<uint32_t>((p.k - full_stages * kStageInputs) * 2);
@@ -230,22 +238,52 @@ __device__ __forceinline__ Part part_of(const ExpertGemm& p, const Walk& walk, i
   return part;
 }
 
+// TOKENS_LATE: the kernel ahead makes the tokens. The weights of the first stages do not wait for it.
+template <bool TOKENS_LATE>
 __device__ __forceinline__ void fill(const ExpertGemm& p, Shared& shared, std::byte* stages, int warp) {
   RingPlace<kStages> at;
+  bool first_round = true;
   for (Walk walk(p, shared); !walk.ended(); walk.advance(p)) {
     Part part = part_of(p, walk, warp);
-    const uint32_t all_bytes = __reduce_add_sync(0xffffffffu, part.bytes);
-    const uint32_t all_last_bytes = __reduce_add_sync(0xffffffffu, part.last_bytes);
-    for (int left = stages_of(p); left > 0; --left) {
-      uint64_t* const full = &shared.full[at.stage];
+    const auto sum_of = [&](bool tokens) {
+      const bool mine = part.is_token == tokens;
+      return uint2{__reduce_add_sync(0xffffffffu, mine ? part.bytes : 0),
+                   __reduce_add_sync(0xffffffffu, mine ? part.last_bytes : 0)};
+    };
+    const uint2 weight_bytes = sum_of(false);
+    const uint2 token_bytes = sum_of(true);
+    const int stages_left = stages_of(p);
+    const auto copy = [&](int nth, int stage) {
+      const bool last = nth == stages_left - 1;
+      bulk_copy(stages + stage * kStageBytes + part.to, part.from + static_cast<int64_t>(nth) * part.bytes,
+                last ? part.last_bytes : part.bytes, &shared.full[stage]);
+    };
+    int early = 0;  // stages whose weights are on their way
+    if (TOKENS_LATE && first_round) {
+      early = min(stages_left, kStages);
+      for (int nth = 0; nth < early; ++nth) {
+        if (lane_index() == 0) {
+          mbarrier_expect(&shared.full[nth], nth < stages_left - 1 ? weight_bytes.x : weight_bytes.y);
+        }
+        __syncwarp();
+        if (part.from != nullptr && !part.is_token) {
+          copy(nth, nth);
+        }
+      }
+      wait_for_previous();
+      let_next_start();
+      first_round = false;
+    }
+    for (int nth = 0; nth < stages_left; ++nth) {
       mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
       if (lane_index() == 0) {
-        mbarrier_arrive_expect(full, left > 1 ? all_bytes : all_last_bytes);
+        const bool last = nth == stages_left - 1;
+        mbarrier_arrive_expect(&shared.full[at.stage], (last ? token_bytes.y : token_bytes.x) +
+                                                           (nth < early ? 0 : last ? weight_bytes.y : weight_bytes.x));
       }
       __syncwarp();
-      if (part.from != nullptr) {
-        bulk_copy(stages + at.stage * kStageBytes + part.to, part.from, left > 1 ? part.bytes : part.last_bytes, full);
-        part.from += part.bytes;
+      if (part.from != nullptr && (part.is_token || nth >= early)) {
+        copy(nth, at.stage);
       }
       at.advance();
     }
@@ -310,6 +348,7 @@ struct Multiplier {
   int strip = warp_index() % kStrips;
   int turn = warp_index() / kStrips;
   uint32_t begun = 0;  // stages before this round
+  uint32_t sums_parity = 0;
 
   // acc += one block: this lane's words and scales, and its chunks of the tokens' inputs, `second` bytes apart.
   template <int NT>
@@ -397,32 +436,44 @@ struct Multiplier {
     begun += static_cast<uint32_t>(count);
   }
 
-  // sum = what both warps of the strip have of row tile `turn` of it. Both call it.
+  // The warp whose stages end first gives its sums to the other one, which finishes the strip while the giver goes on.
+  // In parts of kGroups groups of tokens; part n of all is the n-th phase of both barriers.
   template <int NT>
-  __device__ __forceinline__ void meet(float (&sum)[NT][4], const float (&acc)[kWarpTiles][NT][4]) {
-    static_assert(kTurns == 2 && kWarpTiles == 2);
-    constexpr int kAtOnce = NT < Exchange::kGroups ? NT : Exchange::kGroups;
+  __device__ __forceinline__ void give(const float (&acc)[kWarpTiles][NT][4]) {
 #pragma unroll
-    for (int first = 0; first < NT; first += kAtOnce) {
-      barrier_sync(1 + strip, 32 * kTurns);  // what was there before has been read
+    for (int first = 0; first < NT; first += Exchange::kGroups) {
+      mbarrier_wait(&shared.sums_read[strip], sums_parity ^ 1);
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float(&mine)[4] = acc[0][first + j];
-        const float(&other)[4] = acc[1][first + j];
-        exchange.to[strip][1 - turn][j][lane_index()] =
-            make_float4(turn == 0 ? other[0] : mine[0], turn == 0 ? other[1] : mine[1], turn == 0 ? other[2] : mine[2],
-                        turn == 0 ? other[3] : mine[3]);
-      }
-      barrier_sync(1 + strip, 32 * kTurns);
+      for (int i = 0; i < kWarpTiles; ++i) {
 #pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        const float4 part = exchange.to[strip][turn][j][lane_index()];
-        const float parts[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[first + j][i] = (turn == 0 ? acc[0][first + j][i] : acc[1][first + j][i]) + parts[i];
+        for (int j = 0; j < Exchange::kGroups && first + j < NT; ++j) {
+          const float(&sum)[4] = acc[i][first + j];
+          exchange.of[strip][i][j][lane_index()] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
       }
+      mbarrier_arrive(&shared.sums_there[strip]);
+      sums_parity ^= 1;
+    }
+  }
+  template <int NT>
+  __device__ __forceinline__ void take(float (&acc)[kWarpTiles][NT][4]) {
+#pragma unroll
+    for (int first = 0; first < NT; first += Exchange::kGroups) {
+      mbarrier_wait(&shared.sums_there[strip], sums_parity);
+#pragma unroll
+      for (int i = 0; i < kWarpTiles; ++i) {
+#pragma unroll
+        for (int j = 0; j < Exchange::kGroups && first + j < NT; ++j) {
+          const float4 part = exchange.of[strip][i][j][lane_index()];
+          float(&sum)[4] = acc[i][first + j];
+          sum[0] += part.x;
+          sum[1] += part.y;
+          sum[2] += part.z;
+          sum[3] += part.w;
+        }
+      }
+      mbarrier_arrive(&shared.sums_read[strip]);
+      sums_parity ^= 1;
     }
   }
 
@@ -432,9 +483,7 @@ struct Multiplier {
       // A warp without a row tile says that it has read what it waited for.
       return each_stage([](const std::byte*, int) {});
     }
-    const int own = kWarpTiles * strip + turn;  // the row tile that it finishes
-    const int tile = walk.tile + own;
-    const float2 bias = tile_bias<GATE_UP>(p, walk.expert, tile);
+    const bool finishes = (begun + static_cast<uint32_t>(stages_of(p) - 1)) % kTurns == static_cast<uint32_t>(turn);
     float acc[kWarpTiles][NT][4] = {};
     each_stage([&](const std::byte* stage, int inputs) {
       if (inputs >= kStageInputs) {
@@ -443,31 +492,39 @@ struct Multiplier {
         multiply_rest<NT>(acc, stage, inputs);
       }
     });
-    float delta[NT][4];
-    if (DELTAS != Deltas::kNone) {
+    if (!finishes) {
+      return give<NT>(acc);
+    }
+    uint32_t there = 0;
+    if constexpr (DELTAS != Deltas::kNone) {
       wait_for_previous();  // the deltas are there
-      // On their way while the warps meet.
-      load_deltas<GATE_UP, NT>(delta, p, walk, tile, deltas_there<GATE_UP, DELTAS, NT>(p, walk));
+      there = deltas_there<GATE_UP, DELTAS, NT>(p, walk);
     }
-    float sum[NT][4];
-    meet<NT>(sum, acc);
-    if (own >= walk.count) {
-      return;
-    }
-    if (DELTAS != Deltas::kNone) {
+    take<NT>(acc);
 #pragma unroll
-      for (int j = 0; j < NT; ++j) {
+    for (int t = 0; t < kWarpTiles; ++t) {
+      const int own = kWarpTiles * strip + t;
+      if (own >= walk.count) {
+        break;
+      }
+      const float2 bias = tile_bias<GATE_UP>(p, walk.expert, walk.tile + own);
+      if constexpr (DELTAS != Deltas::kNone) {
+        float delta[NT][4];
+        load_deltas<GATE_UP, NT>(delta, p, walk, walk.tile + own, there);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[j][i] += delta[j][i];
+        for (int j = 0; j < NT; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            acc[t][j][i] += delta[j][i];
+          }
         }
       }
-    }
 #pragma unroll
-    for (int j = 0; j < NT; ++j) {
-      const int pair = walk.pair + 8 * j;
-      if (pair < walk.end) {
-        finish_tile<GATE_UP>(sum[j], p, bias, tile, pair, walk.end);
+      for (int j = 0; j < NT; ++j) {
+        const int pair = walk.pair + 8 * j;
+        if (pair < walk.end) {
+          finish_tile<GATE_UP>(acc[t][j], p, bias, walk.tile + own, pair, walk.end);
+        }
       }
     }
   }
@@ -479,6 +536,8 @@ struct Multiplier {
         run<GATE_UP, DELTAS, 1>(walk);
       } else if (tokens <= 16) {
         run<GATE_UP, DELTAS, 2>(walk);
+      } else if (tokens <= 24) {
+        run<GATE_UP, DELTAS, 3>(walk);
       } else {
         run<GATE_UP, DELTAS, 4>(walk);
       }
@@ -486,12 +545,16 @@ struct Multiplier {
   }
 };
 
-// With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began.
+// With LoRA the kernel ahead computes the deltas, and all else was complete before this kernel began. Without it the
+// kernel ahead of moe_down is moe_gate_up, which passed its wait before this kernel began, so that the order was
+// complete then and the tokens alone are to come.
 template <bool GATE_UP, Deltas DELTAS>
 __global__ void __launch_bounds__(kThreads, 1)
-    expert_stream(const __grid_constant__ ExpertGemm p, int num_experts, int num_pairs) {
+    expert_stream(const __grid_constant__ ExpertGemm p, int num_experts) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  extern __shared__ uint4 dynamic_shared[];
+  constexpr bool kTokensLate = !GATE_UP && DELTAS == Deltas::kNone;
+  // Copies whose source and place differ by no multiple of 32 bytes ask the L2 for a quarter more.
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   __shared__ Shared shared;
   auto* const stages = reinterpret_cast<std::byte*>(dynamic_shared);
   if (threadIdx.x == 0) {
@@ -499,18 +562,23 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(&shared.full[i], kFillWarps);
       mbarrier_init(&shared.empty[i], kStrips);
     }
+    for (int i = 0; i < kStrips; ++i) {
+      mbarrier_init(&shared.sums_there[i], 32);
+      mbarrier_init(&shared.sums_read[i], 32);
+    }
     publish_barriers();
   }
   touch(p.low, num_experts);
   touch(p.scales, num_experts);
-  if (DELTAS == Deltas::kNone) {
+  if (GATE_UP && DELTAS == Deltas::kNone) {
     wait_for_previous();
   }
-  let_next_start();
-  if (!p.x_by_pair) {
-    touch(p.order.pair_row, num_pairs);
+  if (!kTokensLate) {
+    let_next_start();
   }
-  if (warp_index() == 1) {
+  load_order(p, num_experts, shared);
+  __syncthreads();
+  if (warp_index() == 0) {
     find_share(p, num_experts, shared);
   }
   __syncthreads();
@@ -520,14 +588,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     Multiplier{p, shared, stages, exchange}.template run_all<GATE_UP, DELTAS>();
   } else {
     give_registers<kFillRegisters>();
-    fill(p, shared, stages, warp_index() - kMultiplyWarps);
+    fill<kTokensLate>(p, shared, stages, warp_index() - kMultiplyWarps);
   }
   wait_for_previous();  // in every block: its end must mean that all before it has ended
 #endif
 }
 
 template <bool GATE_UP, Deltas DELTAS>
-bool launch_of(const ExpertGemm& p, int num_experts, int num_pairs, const CudaStream& state) {
+bool launch_of(const ExpertGemm& p, int num_experts, const CudaStream& state) {
   constexpr auto kKernel = expert_stream<GATE_UP, DELTAS>;
   static const bool has_it = has_code(kKernel);
   if (!has_it) {
@@ -537,8 +605,7 @@ bool launch_of(const ExpertGemm& p, int num_experts, int num_pairs, const CudaSt
     cudaGetLastError();  // a GPU with less
     return false;
   }
-  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p, num_experts,
-                   num_pairs);
+  launch_dependent(kKernel, dim3(static_cast<unsigned>(state.num_sms)), kThreads, kSharedBytes, state, p, num_experts);
   return true;
 }
 
@@ -550,14 +617,14 @@ template <bool GATE_UP>
 bool launch_expert_stream(const ExpertGemm& p, bool all_deltas, int num_experts, int num_pairs,
                           const CudaStream& state) {
   using stream::Deltas;
-  if (state.compute_capability < 90) {
+  if (state.compute_capability < 90 || num_pairs > stream::kMaxPairs) {
     return false;
   }
   if (p.lora.row_slot == nullptr) {
-    return stream::launch_of<GATE_UP, Deltas::kNone>(p, num_experts, num_pairs, state);
+    return stream::launch_of<GATE_UP, Deltas::kNone>(p, num_experts, state);
   }
-  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, num_experts, num_pairs, state)
-                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, num_experts, num_pairs, state);
+  return all_deltas ? stream::launch_of<GATE_UP, Deltas::kAll>(p, num_experts, state)
+                    : stream::launch_of<GATE_UP, Deltas::kMarked>(p, num_experts, state);
 }
 
 }  // namespace moelora
