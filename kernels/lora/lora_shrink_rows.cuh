@@ -220,7 +220,7 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
 // there, whatever the others are looking up.
 template <bool EXPERTS>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
-  extern __shared__ uint4 dynamic_shared[];
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   __shared__ float partial[kWarps * kTokens * 8];
   const int warp = threadIdx.x / 32;
   if (EXPERTS || warp == kWarps) {  // the experts' segments are of an earlier kernel of the step

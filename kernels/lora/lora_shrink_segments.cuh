@@ -410,7 +410,7 @@ __device__ __forceinline__ void shrink_item(const Params& p, const Item& item, c
 template <class Tiles>
 __global__ void __launch_bounds__(kThreads, Tiles::kBlocksPerSm)
     lora_shrink(const __grid_constant__ Params p, int cluster) {
-  extern __shared__ uint4 dynamic_shared[];
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   __shared__ Panel panels[Tiles::kPanels];
   __shared__ Positions positions;
   __shared__ Item shared_item;  // registers are short

@@ -34,7 +34,6 @@ constexpr int kPanels = 2;
 constexpr int kRanks = kPanels * kTileRanks;
 constexpr int kTogether = 2;       // 64-input blocks whose loads are in flight at once
 constexpr int kChunk = 16;         // blocks whose places a warp looks up at once, one a lane and panel
-constexpr int kClustersPerSm = 1;  // more items than clusters take turns
 
 struct Params {
   AdapterTable table;
@@ -369,7 +368,8 @@ bool launch(const Params& p, const CudaStream& state) {
     return false;
   }
   const int pairs = std::max((p.rank_stride + kRanks - 1) / kRanks, 1);
-  const int clusters = std::min(p.max_segments * p.num_modules * pairs, kClustersPerSm * state.num_sms);
+  const int clusters =
+      std::min(p.max_segments * p.num_modules * pairs, kBlocksPerSm * state.num_sms / kCluster);
   launch_dependent_clusters(lora_shrink_split<EARLY>, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads, 0,
                             state, p);
   check_launch("lora_shrink");

@@ -55,6 +55,7 @@ struct Unit {
 struct Shared {
   ClusterBarrier full;  // the sums of all blocks have come
   ClusterBarrier free;  // all blocks have read theirs
+  int num_units;  // of the table
   Unit units[kUnits];
   int rows[kUnits][kTokens];  // of the first tokens of each unit; -1 = none
   float row_scale[kUnits][kTokens];
@@ -103,12 +104,13 @@ __device__ __forceinline__ int find_units(const ExpertGemm& p, Shared& s, int fi
   const int j = static_cast<int>(threadIdx.x) % kTokens;
   const int segment = (first + u * step) / kModules;
   const int module = (first + u * step) % kModules;
-  const int num_segments = *p.order.num_segments;
+  // What is loaded passes the L1, which may hold what the same arrays said a layer ago.
+  const int num_segments = __ldcg(p.order.num_segments);
   const bool inside = segment < num_pairs;
-  const int begin = inside ? p.order.segment_begin[segment] : 0;
-  const int end = inside ? p.order.segment_begin[segment + 1] : 0;
-  const int slot = inside ? p.order.segment_slot[segment] : 0;
-  const int expert = inside ? p.order.segment_expert[segment] : 0;
+  const int begin = inside ? __ldcg(p.order.segment_begin + segment) : 0;
+  const int end = inside ? __ldcg(p.order.segment_begin + segment + 1) : 0;
+  const int slot = inside ? __ldcg(p.order.segment_slot + segment) : 0;
+  const int expert = inside ? __ldcg(p.order.segment_expert + segment) : 0;
   const bool there = segment < num_segments;
   Unit unit{};
   int row = -1;
@@ -117,7 +119,7 @@ __device__ __forceinline__ int find_units(const ExpertGemm& p, Shared& s, int fi
     const ExpertModule which = !GATE_UP ? ExpertModule::kDown : module == 0 ? ExpertModule::kGate : ExpertModule::kUp;
     const ResolvedLora* record = p.lora.table.resolved_expert(slot, p.lora.layer, expert, which);
     const int4 head = *reinterpret_cast<const int4*>(record);  // rank, scale, a, b
-    row = begin + j < end ? p.order.pair_row[begin + j] : -1;
+    row = begin + j < end ? __ldcg(p.order.pair_row + begin + j) : -1;
     unit.a_pages = *reinterpret_cast<const int4*>(record->a_pages);
     unit.b_pages = *reinterpret_cast<const int4*>(record->b_pages);
     unit.bias = record->bias;
@@ -136,6 +138,12 @@ __device__ __forceinline__ int find_units(const ExpertGemm& p, Shared& s, int fi
   }
   s.rows[u][j] = row;
   s.row_scale[u][j] = row_scale;
+  if (threadIdx.x == 0) {
+    s.num_units = min(max((num_segments * kModules - first + step - 1) / step, 0), kUnits);
+  }
+  if (!GATE_UP) {
+    wait_for_previous();  // x is there, and nobody reads what is written here
+  }
   if (there && cluster_block() == 0) {
     for (int pair = begin + j; pair < end; pair += kTokens) {
       const bool adapted =
@@ -160,9 +168,13 @@ __device__ __forceinline__ void find_tokens(const ExpertGemm& p, Shared& s, int 
 
 // The first pass at or after this one; beyond the table: kUnits.
 __device__ __forceinline__ void seek(const Shared& s, Pass& pass) {
-  while (pass.unit < kUnits && pass.panel * kTileRanks >= s.units[pass.unit].rank) {
+  const int count = s.num_units;
+  while (pass.unit < count && pass.panel * kTileRanks >= s.units[pass.unit].rank) {
     ++pass.unit;
     pass.panel = 0;
+  }
+  if (pass.unit >= count) {
+    pass.unit = kUnits;
   }
 }
 
@@ -440,7 +452,7 @@ template <bool GATE_UP>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_delta_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int a_bytes) {
 #ifdef MOELORA_CLUSTERS
-  extern __shared__ uint4 dynamic_shared[];
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   __shared__ Shared s;
   std::byte* const a = reinterpret_cast<std::byte*>(dynamic_shared);
   if (threadIdx.x == 0) {
@@ -448,8 +460,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     s.free.init(kCluster);
   }
   cluster_sync();
-  wait_for_previous();
-  let_next_start();
+  // The order was complete before moe_gate_up began, which is ahead of moe_down.
+  if (GATE_UP) {
+    wait_for_previous();
+    let_next_start();
+  }
   const Share share = share_of(p);
   const int clusters = static_cast<int>(gridDim.x) / kCluster;
   uint32_t exchanges = 0;
@@ -458,6 +473,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   do {
     units = find_units<GATE_UP>(p, s, first, clusters, num_pairs);
     __syncthreads();  // the table is there
+    if (!GATE_UP) {
+      let_next_start();
+    }
     run_units<GATE_UP>(p, s, share, a, a + a_bytes, exchanges);
     __syncthreads();  // the table is read
     first += kUnits * clusters;

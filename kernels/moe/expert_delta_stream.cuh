@@ -70,6 +70,7 @@ struct Unit {
 };
 
 struct Shared {
+  int num_units;  // of the table
   Unit units[kUnits];
   int rows[kUnits][kTokens];  // of a unit's tokens; -1 = none
   float row_scale[kUnits][kTokens];
@@ -92,10 +93,10 @@ __device__ __forceinline__ int panels_of(const Unit& unit) {
 // The first job of the first unit from `unit` on that has any.
 __device__ __forceinline__ Job seek_job(const Shared& s, int unit) {
 #pragma unroll 1
-  while (unit < kUnits && s.units[unit].rank == 0) {
+  while (unit < s.num_units && s.units[unit].rank == 0) {
     ++unit;
   }
-  return {unit, unit < kUnits ? s.units[unit].begin : 0, 0};
+  return unit < s.num_units ? Job{unit, s.units[unit].begin, 0} : Job{kUnits, 0, 0};
 }
 __device__ __forceinline__ Job next_job(const Shared& s, Job job) {
   const Unit& unit = s.units[job.unit];
@@ -124,17 +125,18 @@ __device__ __forceinline__ Share find_units(const ExpertGemm& p, Shared& s, int 
   constexpr int kModules = GATE_UP ? 2 : 1;
   const AdapterTable& table = p.lora.table;
   const int u = static_cast<int>(threadIdx.x);
-  const int num_segments = *p.order.num_segments;
+  // What is loaded passes the L1, which may hold what the same arrays said a layer ago.
+  const int num_segments = __ldcg(p.order.num_segments);
   int index = first + u * step;
   Unit unit{};
   int expert = 0;
   const auto read_segment = [&] {
     const int segment = index / kModules;
     const bool inside = u < kUnits && segment < num_pairs;
-    unit.begin = inside ? p.order.segment_begin[segment] : 0;
-    unit.end = inside ? p.order.segment_begin[segment + 1] : 0;
-    unit.slot = inside ? p.order.segment_slot[segment] : 0;
-    expert = inside ? p.order.segment_expert[segment] : 0;
+    unit.begin = inside ? __ldcg(p.order.segment_begin + segment) : 0;
+    unit.end = inside ? __ldcg(p.order.segment_begin + segment + 1) : 0;
+    unit.slot = inside ? __ldcg(p.order.segment_slot + segment) : 0;
+    expert = inside ? __ldcg(p.order.segment_expert + segment) : 0;
   };
   read_segment();
   Share share;
@@ -170,6 +172,9 @@ __device__ __forceinline__ Share find_units(const ExpertGemm& p, Shared& s, int 
   if (u < kUnits) {
     s.units[u] = unit;
   }
+  if (u == 0) {
+    s.num_units = parts > 1 ? 1 : min(max(share.count, 0), kUnits);
+  }
   return share;
 }
 
@@ -184,7 +189,7 @@ __device__ __forceinline__ void find_rows(const ExpertGemm& p, Shared& s, int co
   int row = -1;
   float row_scale = 0.0f;
   if (unit.rank != 0 && unit.begin + j < unit.end) {
-    row = p.order.pair_row[unit.begin + j];
+    row = __ldcg(p.order.pair_row + unit.begin + j);
     row_scale = p.lora.row_scale[row];
   }
   s.rows[u][j] = row;
@@ -533,10 +538,14 @@ __device__ __forceinline__ void run_jobs(const ExpertGemm& p, Shared& s, const S
 template <bool GATE_UP>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_delta_stream(const __grid_constant__ ExpertGemm p, int num_pairs) {
-  extern __shared__ uint4 dynamic_shared[];
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   __shared__ Shared s;
-  wait_for_previous();
-  let_next_start();
+  // The order was complete before moe_gate_up began, which is ahead of moe_down.
+  bool waited = GATE_UP;
+  if (GATE_UP) {
+    wait_for_previous();
+    let_next_start();
+  }
   const int blocks = static_cast<int>(gridDim.x);
   int first = static_cast<int>(blockIdx.x);
   Share share;
@@ -544,6 +553,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     share = find_units<GATE_UP>(p, s, first, blocks, num_pairs);
     __syncthreads();  // the units are there
     Ring ring(p, s, share, reinterpret_cast<std::byte*>(dynamic_shared));
+    if (!waited) {
+      wait_for_previous();  // x is there, and nobody reads what is written here
+      let_next_start();
+      waited = true;
+    }
     find_rows<GATE_UP>(p, s, share.count);
     fill_idle_units<GATE_UP>(p, s, share.count);
     __syncthreads();  // their tokens are there

@@ -385,7 +385,7 @@ __device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int
 template <bool GATE_UP, class Range, int KW, Lora LORA>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers) {
-  extern __shared__ uint4 dynamic_shared[];
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<SharedOf<GATE_UP, Range, KW, LORA>*>(dynamic_shared);
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
     s.pointers[e] = Range::pointers(p, e);

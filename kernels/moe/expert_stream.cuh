@@ -477,6 +477,31 @@ struct Multiplier {
     }
   }
 
+  // By the warp that gives: the other one finishes a stage later and does not wait for the deltas.
+  template <bool GATE_UP, Deltas DELTAS, int NT>
+  __device__ __forceinline__ void add_deltas(float (&acc)[kWarpTiles][NT][4], const Walk& walk) const {
+    const uint32_t there = deltas_there<GATE_UP, DELTAS, NT>(p, walk);
+    constexpr int kTogether = NT <= 2 ? kWarpTiles : 1;
+#pragma unroll
+    for (int first = 0; first < kWarpTiles; first += kTogether) {
+      float delta[kTogether][NT][4];
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        load_deltas<GATE_UP, NT>(delta[t], p, walk, walk.tile + kWarpTiles * strip + first + t, there);
+      }
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            acc[first + t][j][i] += delta[t][j][i];
+          }
+        }
+      }
+    }
+  }
+
   template <bool GATE_UP, Deltas DELTAS, int NT>
   __device__ __forceinline__ void run(const Walk& walk) {
     if (kWarpTiles * strip >= walk.count) {
@@ -493,12 +518,11 @@ struct Multiplier {
       }
     });
     if (!finishes) {
+      if constexpr (DELTAS != Deltas::kNone) {
+        wait_for_previous();  // the deltas are there
+        add_deltas<GATE_UP, DELTAS, NT>(acc, walk);
+      }
       return give<NT>(acc);
-    }
-    uint32_t there = 0;
-    if constexpr (DELTAS != Deltas::kNone) {
-      wait_for_previous();  // the deltas are there
-      there = deltas_there<GATE_UP, DELTAS, NT>(p, walk);
     }
     take<NT>(acc);
 #pragma unroll
@@ -508,17 +532,6 @@ struct Multiplier {
         break;
       }
       const float2 bias = tile_bias<GATE_UP>(p, walk.expert, walk.tile + own);
-      if constexpr (DELTAS != Deltas::kNone) {
-        float delta[NT][4];
-        load_deltas<GATE_UP, NT>(delta, p, walk, walk.tile + own, there);
-#pragma unroll
-        for (int j = 0; j < NT; ++j) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            acc[t][j][i] += delta[j][i];
-          }
-        }
-      }
 #pragma unroll
       for (int j = 0; j < NT; ++j) {
         const int pair = walk.pair + 8 * j;
