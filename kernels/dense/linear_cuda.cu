@@ -143,6 +143,10 @@ DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
   p.table = args.lora->table;
   p.row_slot = args.lora->row_slot;
+  p.sorted_rows = args.lora->sorted_rows;
+  p.segment_begin = args.lora->segment_begin;
+  p.segment_slot = args.lora->segment_slot;
+  p.counts = args.lora->counts;
   p.row_scale = args.lora->row_scale;
   p.shrunk = shrink.out;
   p.num_modules = shrink.num_modules;

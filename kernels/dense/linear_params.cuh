@@ -41,6 +41,10 @@ struct Params {
   AdapterTable table;
   const int32_t* row_slot;
   const float* row_scale;
+  const int32_t* sorted_rows;  // these and the next: LoraBatch
+  const int32_t* segment_begin;
+  const int32_t* segment_slot;
+  const int32_t* counts;
   const float* shrunk;  // [T, num_modules, rank_stride], times the row's whole scale
   int num_modules;
   int rank_stride;

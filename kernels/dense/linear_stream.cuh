@@ -287,7 +287,8 @@ __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& w
         y[2] += values[i][block].z, y[3] += values[i][block].w;
       }
       const int n = work.n0 + at[i].column;
-      if (lora && shared.tokens[at[i].index].rank != 0) {
+      if (lora && shared.tokens[at[i].index].rank != 0 &&
+          shared.tokens[at[i].index].scale != 0.0f) {
         add_delta(p, shared.tokens[at[i].index], deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column, n,
                   at[i].exist, y);
       }
@@ -381,7 +382,9 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
     publish_barriers();
     copies.begin();
   }
-  __syncthreads();  // the barriers are there
+  if (threadIdx.x < Tile::MULTIPLY_THREADS + 32) {  // those that look up do not wait for it
+    barrier_sync(3, Tile::MULTIPLY_THREADS + 32);   // the barriers are there
+  }
   float acc[TOKENS / 2] = {};
   GroupDeltas held[kEarlyItems] = {};
   if (multiplies) {
@@ -433,16 +436,19 @@ std::array<int, kStreamCluster + 1> clusters_at_once(Kernel kernel, unsigned thr
   return result;
 }
 
-// Blocks that split K, 0: none can. A block costs about as much as three of its 64-input blocks by beginning and by its
-// sums.
-inline int stream_cluster_size(int tiles, int blocks, const std::array<int, kStreamCluster + 1>& at_once) {
-  constexpr int kFixed = 3;
+// Blocks that split K, 0: none can. In quarters of a microsecond, as measured (gpt-oss's shape, 64 rows): a block takes
+// 20 from x to its outputs, and one more for each of its 64-input blocks that the ring does not hold before x is there.
+// Blocks that wait for others to end start with an empty ring.
+inline int stream_cluster_size(int tiles, int blocks, int stages, const std::array<int, kStreamCluster + 1>& at_once) {
+  constexpr int kFixed = 20;
   int best = 0;
   int least = 0;
   for (int size = 1; size <= std::min(kStreamCluster, blocks); ++size) {
     const int clusters = at_once[static_cast<size_t>(size)];
     if (clusters > 0) {
-      const int cost = (tiles + clusters - 1) / clusters * ((blocks + size - 1) / size + kFixed);
+      const int waves = (tiles + clusters - 1) / clusters;
+      const int own = (blocks + size - 1) / size;
+      const int cost = waves * (kFixed + 3 * own / 2) - (3 * own / 2 - std::max(own - stages, 0));
       if (best == 0 || cost < least) {
         best = size;
         least = cost;
@@ -477,7 +483,7 @@ bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
   params.base = launch.params;
   const int tiles = launch.params.num_tiles;
   const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
-  const int size = stream_cluster_size(tiles, blocks, at_once);
+  const int size = stream_cluster_size(tiles, blocks, Tile::MAX_STAGES, at_once);
   if (size == 0 || !make_stream_maps(params, TOKENS, Tile::OUTPUTS)) {
     return false;
   }

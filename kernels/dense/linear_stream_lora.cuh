@@ -28,12 +28,20 @@ constexpr int kBoxAlignment = 1024;
 constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
 constexpr int kEarlyItems = 3;  // such products that a warp computes while the weights stream
 
-// In shared memory beside the ring. A row's position: rows sorted by adapter, those without a delta first.
+// The rows of an adapter: places [begin, end) of LoraBatch::sorted_rows.
+struct AdapterRun {
+  int slot;
+  int begin;
+  int end;
+};
+
+// In shared memory beside the ring. A row's position: those without an adapter first, then as LoraBatch sorts them.
 template <int TOKENS>
 struct StreamShared {
   uint64_t full[kStreamStages];   // weights and x of a stage are there
   uint64_t empty[kStreamStages];  // all warps have multiplied it
-  int key[TOKENS];                // of each row: its adapter's slot, 0 = no delta
+  AdapterRun runs[TOKENS];        // of each place of sorted_rows
+  unsigned base_rows[2];          // bit i of word w: row 32 w + i has no adapter
   int row_at[TOKENS];             // of each position
   int group[TOKENS];              // of each owned position: rows of the group that begins there, 0: none begins
   LoraToken tokens[TOKENS];       // of each owned position
@@ -48,6 +56,7 @@ struct StreamTile {
   static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
   static constexpr int THREADS = MULTIPLY_THREADS + 32 + LOOKUP_THREADS;
   static constexpr int LOOKUP_WARPS = LOOKUP_THREADS / 32;
+  static_assert(LOOKUP_WARPS <= 2 && TOKENS <= LOOKUP_THREADS);
   static constexpr int EARLY_ITEMS = kEarlyItems * LOOKUP_WARPS;  // deltas of a group and 64 outputs, before the sums
   static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;        // of a stage; the tokens follow
   static constexpr int TOKEN_BYTES = TOKENS * kBoxBytes;
@@ -74,57 +83,73 @@ struct StreamWork {
   int cluster;  // blocks
 };
 
-// By the LOOKUP_THREADS, `row` each: what the rows' adapters say about the part, the rows' positions, and B of the
-// owned ones' adapters asked into the L2.
+// By the LOOKUP_THREADS, `i` each: the rows' positions, what the owned ones' adapters say about the part, and their B
+// asked into the L2. What does not depend on each other is loaded side by side: loads wait behind the weights'.
 template <int TOKENS, int WARPGROUPS>
 __device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
-                                               int row) {
+                                               int i) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  const ResolvedLora* record = nullptr;
-  int slot = 0;
-  float scale = 0.0f;
-  if (work.part.module >= 0 && row < p.num_rows) {
-    slot = p.row_slot[row];
-    scale = p.row_scale[row];
-    if (slot != 0) {
-      record = p.table.resolved_dense(slot, p.layer, static_cast<LoraModule>(work.part.module));
+  const bool there = i < p.num_rows;
+  const int slot_of_row = there ? p.row_slot[i] : 0;
+  const int row = there ? p.sorted_rows[i] : 0;  // at place i of the adapters' rows, if there are so many
+  const int segment_begin = there ? p.segment_begin[i] : 0;
+  const int segment_end = there ? p.segment_begin[i + 1] : 0;
+  const int segment_slot = there ? p.segment_slot[i] : 0;
+  const int adapted = work.part.module >= 0 ? p.counts[0] : 0;
+  if (work.part.module >= 0 && i < p.counts[1]) {
+#pragma unroll 1
+    for (int place = segment_begin; place < segment_end; ++place) {
+      shared.runs[place] = {segment_slot, segment_begin, segment_end};
     }
   }
-  const LoraToken token = lora_token(record, slot, scale);
-  const int key = token.rank != 0 ? slot : 0;
-  if (row < TOKENS) {
-    shared.key[row] = key;
+  const bool is_base = there && (work.part.module < 0 || slot_of_row == 0);
+  const unsigned base_rows = __ballot_sync(0xffffffffu, is_base);
+  const int lane = i % 32;
+  if (lane == 0) {
+    shared.base_rows[i / 32] = base_rows;
   }
   barrier_sync(2, Tile::LOOKUP_THREADS);
-  if (row >= p.num_rows) {
+  int before = __popc(base_rows & ((1u << lane) - 1));
+  int num_base = 0;
+#pragma unroll
+  for (int warp = 0; warp < Tile::LOOKUP_WARPS; ++warp) {
+    const int count = __popc(shared.base_rows[warp]);
+    before += warp < i / 32 ? count : 0;
+    num_base += count;
+  }
+  if (is_base) {
+    shared.row_at[before] = i;
+    const int index = before - work.first;
+    if (index >= 0 && index < work.owned) {
+      shared.tokens[index] = LoraToken{};
+      shared.group[index] = 0;
+    }
+  }
+  if (i >= adapted) {
     return;
   }
-  int less = 0;
-  int before = 0;  // of the same adapter
-  int after = 0;
-#pragma unroll 4
-  for (int other = 0; other < p.num_rows; ++other) {
-    const int its = shared.key[other];
-    less += its < key ? 1 : 0;
-    before += its == key && other < row ? 1 : 0;
-    after += its == key && other > row ? 1 : 0;
-  }
-  const int position = less + before;
-  shared.row_at[position] = row;
-  const int index = position - work.first;
+  shared.row_at[num_base + i] = row;
+  const int index = num_base + i - work.first;
   if (index < 0 || index >= work.owned) {
     return;
   }
-  const int nth = min(before, index);  // among the adapter's owned rows
+  const AdapterRun run = shared.runs[i];
+  // A row of scale 0 is none of those that get a delta, but it may be the first of a group.
+  LoraToken token = lora_token(
+      p.table.resolved_dense(run.slot, p.layer, static_cast<LoraModule>(work.part.module)), run.slot, 1.0f);
+  token.scale *= p.row_scale[row];
+  const int nth = min(i - run.begin, index);  // among the adapter's owned rows
   shared.tokens[index] = token;
-  shared.group[index] = key != 0 && nth % kTokenGroup == 0 ? min(min(after + 1, work.owned - index), kTokenGroup) : 0;
-  if (key != 0 && nth == 0) {
+  shared.group[index] =
+      token.rank != 0 && nth % kTokenGroup == 0 ? min(min(run.end - i, work.owned - index), kTokenGroup) : 0;
+  if (token.rank != 0 && nth == 0) {
     const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
     const int granules = (min(Tile::OUTPUTS, work.part.n - work.n0) + kTileColumns - 1) / kTileColumns * panels;
 #pragma unroll 1
-    for (int i = 0; i < granules; ++i) {
-      prefetch_l2_bulk(paged_granule(p.table, slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + i),
-                       kGranuleBytes);
+    for (int granule = 0; granule < granules; ++granule) {
+      prefetch_l2_bulk(
+          paged_granule(p.table, run.slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + granule),
+          kGranuleBytes);
     }
   }
 }
