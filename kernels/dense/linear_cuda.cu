@@ -195,17 +195,11 @@ bool is_streamed(int rows, bool large) {
   return !large && rows > SKINNY_ROWS_ALONE && rows <= linear::kStreamRows;
 }
 
-// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise. `shrink`: ran before if it has modules.
-void launch_own(Launch& launch, bool large, bool wide, DenseShrinkArgs& shrink, Stream& stream) {
-  const CudaStream& state = cuda_state(stream);
-  launch.after_shrink = shrink.lets_next_early;
+// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
+void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
   if (wide) {
     linear::launch_skinny<2>(launch, state);
   } else if (!is_streamed(launch.params.num_rows, large) || !linear::launch_stream(launch, state)) {
-    if (launch.after_shrink) {  // only what is streamed can begin early: the same once more
-      shrink.lets_next_early = launch.after_shrink = false;
-      lora_shrink_dense_cuda(shrink, stream);
-    }
     linear::launch_skinny<1>(launch, state);
   }
 }
@@ -220,14 +214,12 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  DenseShrinkArgs shrink = prepare_lora(args, common);
+  const DenseShrinkArgs shrink = prepare_lora(args, common);
   if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }
   const bool large = tiles >= WIDE_TILES;
   if (shrink.num_modules > 0) {
-    shrink.lets_next_early = path == LinearPath::kProductEarly && is_streamed(args.num_rows, large) &&
-                             has_bf16_weights(args) && linear::can_stream(cuda_state(stream));
     lora_shrink_dense_cuda(shrink, stream);
   }
   const bool wide = large && common.num_modules == 0;
@@ -259,7 +251,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    launch_own(skinny, large, wide, shrink, stream);
+    launch_own(skinny, large, wide, state);
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);

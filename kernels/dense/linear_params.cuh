@@ -54,7 +54,6 @@ struct Params {
 // The parts of one launch, `width` outputs a tile.
 struct Launch {
   Params params;
-  bool after_shrink = false;  // few rows with LoRA: x is read when the shrink has ended
   explicit Launch(const Params& common) : params(common) { params.num_parts = params.num_tiles = 0; }
   void add(const Part& part, int width) {
     Part& added = params.parts[params.num_parts++];
@@ -65,7 +64,6 @@ struct Launch {
   // The same parts in tiles of another width.
   [[nodiscard]] Launch with_width(int width) const {
     Launch result(params);
-    result.after_shrink = after_shrink;
     for (int i = 0; i < params.num_parts; ++i) {
       result.add(params.parts[i], width);
     }

@@ -16,9 +16,6 @@ enum class LinearPath : uint8_t {
   kShrinkBeside = 1,
   // As kAuto, but with the shrink as a launch of its own.
   kShrinkFirst = 2,
-  // 9 to 64 rows with adapters, else as kAuto: the product starts before x is there, asks for its weights, and reads x
-  // when the shrink has ended. In kAuto it starts when x is there and reads it beside the shrink.
-  kProductEarly = 3,
 };
 
 void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream);

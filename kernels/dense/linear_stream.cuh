@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear of 9 to 64 rows on sm_90a, one launch for all parts, a block a multiprocessor. A cluster of up to 8 blocks
-// owns 128 outputs (64 where there are few) of one part for all rows; its blocks split K into ranges of 64-input
+// owns 192 or 128 outputs (64 where there are few) of one part for all rows; its blocks split K into ranges of 64-input
 // blocks. One thread asks the tensor memory accelerator for weights and x, boxes that land in a ring of stages in
 // shared memory as wgmma reads them, so that no register and no address takes part. Weights depend on no other kernel:
 // the ring, all of the shared memory, is full of them, and what follows has been asked into the L2, before anybody
@@ -10,11 +10,14 @@
 // a block meets few of them: deltas of up to 8 rows of one adapter are one product on the tensor cores, in which no
 // other row takes part (kernels/lora/lora_expand.cuh). The warps that looked the adapters up compute those of the first
 // few groups while weights stream, the others follow while the sums of the other blocks arrive.
-// Limited by memory: each weight is read once, x once for 128 outputs, from the L2. Included by linear_cuda.cu.
-// H200, 64 rows: o of gpt-oss's shape 16.0 us, q k v 22.4; q k v of Qwen3-30B-A3B's shape 14.4, o 14.0. Tried: both
-// operands copied by warps (cp.async), wgmma with the weights in registers, a token's deltas by one warp: 20.1, 22.5,
-// 18.4 and 16.6 us. For 1 row linear_skinny.cuh is faster: q k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us against
-// 13.4 and 12.0 with tiles of 8 rows.
+// Limited by what a multiprocessor takes in: each weight is read once, x once for each tile, from the L2. H200, 64 rows,
+// six layers of gpt-oss's shape as one graph: 1,515 us, by tiles of 128 outputs alone 1,556; with 8 adapters 1,909 and
+// 1,944, and 1,976 where the clusters of q, k, v took two turns. Tried: with adapters, this kernel begun before x is
+// there and x read when the shrink has ended, 1,946 us for 1,939. Before that, o of gpt-oss's shape 16.0 us alone, q k v
+// 22.4, q k v of Qwen3-30B-A3B's shape 14.4, o 14.0: with both operands copied by warps (cp.async), wgmma with the
+// weights in registers, a token's deltas by one warp 20.1, 22.5, 18.4 and 16.6. For 1 row linear_skinny.cuh is faster: q
+// k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us against 13.4 and 12.0 with tiles of 8 rows. Included by
+// linear_cuda.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -323,7 +326,7 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
       expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
     }
     if (in_fours(work.part)) {
-      store_owned<TOKENS, WARPGROUPS, true, TOKENS <= 8 ? 1 : 3>(p, work, shared, sums, deltas);
+      store_owned<TOKENS, WARPGROUPS, true, Tile::STORED_TOGETHER>(p, work, shared, sums, deltas);
     } else {
       store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
     }
@@ -339,12 +342,11 @@ __device__ __forceinline__ void finish_stream(const Params& p, const StreamWork&
   cluster_wait();  // nobody reads this block's sums any more
 }
 
-// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink. after_shrink: that one lets this
-// kernel begin at once, so that its weights are under way while the kernel ahead of the shrink ends, and x is read when
-// the shrink has ended; otherwise the shrink passed its wait before this kernel began, so that x was complete.
+// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
+// this kernel began, so that x was complete.
 template <int TOKENS, int WARPGROUPS>
 __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
-    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages, bool after_shrink) {
+    linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages) {
 #ifdef MOELORA_SM90A
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   extern __shared__ uint4 dynamic_shared[];
@@ -394,7 +396,7 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
     }
     multiply_stream<TOKENS, WARPGROUPS>(shared, copies.ring, stages, work.end - work.begin, acc);
   } else if (asks) {
-    if (!lora || after_shrink) {
+    if (!lora) {
       wait_for_previous();
     }
     copies.rest();
@@ -436,22 +438,28 @@ std::array<int, kStreamCluster + 1> clusters_at_once(Kernel kernel, unsigned thr
   return result;
 }
 
-// Blocks that split K, 0: none can. In quarters of a microsecond, as measured (gpt-oss's shape, 64 rows): a block takes
-// 20 from x to its outputs, and one more for each of its 64-input blocks that the ring does not hold before x is there.
-// Blocks that wait for others to end start with an empty ring.
-inline int stream_cluster_size(int tiles, int blocks, int stages, const std::array<int, kStreamCluster + 1>& at_once) {
-  constexpr int kFixed = 20;
-  int best = 0;
-  int least = 0;
+// How a product is cut: blocks of a cluster, which split K, and what that costs; 0 blocks: it cannot be.
+struct StreamCut {
+  int size = 0;
+  int cost = 0;
+};
+// The cheapest cut of `tiles`. The cost is in KiB that a multiprocessor moves, about 50 a microsecond: of what a block
+// does once x is there. From x to its outputs it takes 5 us besides; it brings x, and the weights that its ring does not
+// hold before that. Blocks that wait for others to end start with an empty ring.
+template <class Tile>
+StreamCut stream_cut(int tiles, int blocks, const std::array<int, kStreamCluster + 1>& at_once) {
+  constexpr int kFixed = 250;
+  StreamCut best;
   for (int size = 1; size <= std::min(kStreamCluster, blocks); ++size) {
     const int clusters = at_once[static_cast<size_t>(size)];
     if (clusters > 0) {
       const int waves = (tiles + clusters - 1) / clusters;
       const int own = (blocks + size - 1) / size;
-      const int cost = waves * (kFixed + 3 * own / 2) - (3 * own / 2 - std::max(own - stages, 0));
-      if (best == 0 || cost < least) {
-        best = size;
-        least = cost;
+      const int first = own * Tile::TOKEN_BYTES + std::max(own - Tile::MAX_STAGES, 0) * Tile::WEIGHT_BYTES;
+      const int later = own * Tile::STAGE_BYTES;
+      const int cost = waves * kFixed + (first + (waves - 1) * later) / 1024;
+      if (best.size == 0 || cost < best.cost) {
+        best = {size, cost};
       }
     }
   }
@@ -467,38 +475,58 @@ inline bool make_stream_maps(StreamParams& params, int tokens, int outputs) {
   return made;
 }
 
+// Null where there is no code for the GPU.
 template <int TOKENS, int WARPGROUPS>
-bool launch_stream_tile(const Launch& launch, const CudaStream& state) {
+const std::array<int, kStreamCluster + 1>* stream_clusters() {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   const auto kernel = linear_stream<TOKENS, WARPGROUPS>;
   static const bool usable = has_code(kernel);
   if (!usable) {
-    return false;
+    return nullptr;
   }
   constexpr int kAllShared = Tile::shared_bytes(Tile::MAX_STAGES);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kAllShared),
              "shared memory of linear");
   static const auto at_once = clusters_at_once(kernel, Tile::THREADS, kAllShared);
+  return &at_once;
+}
+template <int TOKENS, int WARPGROUPS>
+StreamCut stream_cut_of(const Launch& launch) {
+  const auto* const at_once = stream_clusters<TOKENS, WARPGROUPS>();
+  const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
+  return at_once == nullptr ? StreamCut{}
+                            : stream_cut<StreamTile<TOKENS, WARPGROUPS>>(launch.params.num_tiles, blocks, *at_once);
+}
+
+template <int TOKENS, int WARPGROUPS>
+bool launch_stream_tile(const Launch& launch, int size, const CudaStream& state) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
   StreamParams params{};
   params.base = launch.params;
-  const int tiles = launch.params.num_tiles;
   const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
-  const int size = stream_cluster_size(tiles, blocks, Tile::MAX_STAGES, at_once);
   if (size == 0 || !make_stream_maps(params, TOKENS, Tile::OUTPUTS)) {
     return false;
   }
   const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, Tile::MAX_STAGES);
-  launch_dependent_clusters(kernel, static_cast<unsigned>(tiles * size), static_cast<unsigned>(size), Tile::THREADS,
-                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages,
-                            launch.after_shrink);
+  launch_dependent_clusters(linear_stream<TOKENS, WARPGROUPS>, static_cast<unsigned>(launch.params.num_tiles * size),
+                            static_cast<unsigned>(size), Tile::THREADS,
+                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
   check_launch("linear, streamed");
   return true;
 }
-template <int WARPGROUPS>
+template <int TOKENS>
 bool launch_stream_rows(const Launch& launch, const CudaStream& state) {
-  const int rows = launch.params.num_rows;
-  return rows <= 32 ? launch_stream_tile<32, WARPGROUPS>(launch, state)
-                    : launch_stream_tile<64, WARPGROUPS>(launch, state);
+  const Launch narrow = launch.with_width(64);
+  if (narrow.params.num_tiles * kStreamCluster <= state.num_sms) {
+    return launch_stream_tile<TOKENS, 1>(narrow, stream_cut_of<TOKENS, 1>(narrow).size, state);
+  }
+  const Launch middle = launch.with_width(128);
+  const Launch wide = launch.with_width(192);
+  const StreamCut middle_cut = stream_cut_of<TOKENS, 2>(middle);
+  const StreamCut wide_cut = stream_cut_of<TOKENS, 3>(wide);
+  return wide_cut.size != 0 && wide_cut.cost < middle_cut.cost
+             ? launch_stream_tile<TOKENS, 3>(wide, wide_cut.size, state)
+             : launch_stream_tile<TOKENS, 2>(middle, middle_cut.size, state);
 }
 // Whether the code for sm_90a is there.
 inline bool can_stream(const CudaStream& state) {
@@ -510,11 +538,7 @@ inline bool launch_stream(const Launch& launch, const CudaStream& state) {
   if (!can_stream(state)) {
     return false;
   }
-  const Launch narrow = launch.with_width(64);
-  if (narrow.params.num_tiles * kStreamCluster <= state.num_sms) {
-    return launch_stream_rows<1>(narrow, state);
-  }
-  return launch_stream_rows<2>(launch.with_width(128), state);
+  return launch.params.num_rows <= 32 ? launch_stream_rows<32>(launch, state) : launch_stream_rows<64>(launch, state);
 }
 
 }  // namespace moelora::linear

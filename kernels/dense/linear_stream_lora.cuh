@@ -51,6 +51,7 @@ struct StreamShared {
 template <int TOKENS, int WARPGROUPS>
 struct StreamTile {
   static constexpr int OUTPUTS = 64 * WARPGROUPS;
+  static constexpr int STORED_TOGETHER = WARPGROUPS <= 2 ? 3 : 1;  // by a thread: more warps have fewer registers
   static constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS;
   static constexpr int MULTIPLY_WARPS = MULTIPLY_THREADS / 32;
   static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
@@ -99,7 +100,7 @@ __device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork
   if (work.part.module >= 0 && i < p.counts[1]) {
 #pragma unroll 1
     for (int place = segment_begin; place < segment_end; ++place) {
-      shared.runs[place] = {segment_slot, segment_begin, segment_end};
+      shared.runs[place] = AdapterRun{segment_slot, segment_begin, segment_end};
     }
   }
   const bool is_base = there && (work.part.module < 0 || slot_of_row == 0);

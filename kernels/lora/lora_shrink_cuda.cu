@@ -57,7 +57,7 @@ bool launch_split(const DenseShrinkArgs& args, const CudaStream& state) {
   p.counts = args.lora->counts;
   p.max_segments = args.num_rows;
   p.rows = args.lora->sorted_rows;
-  return args.lets_next_early ? shrink_split::launch<true>(p, state) : shrink_split::launch<false>(p, state);
+  return shrink_split::launch(p, state);
 }
 
 }  // namespace

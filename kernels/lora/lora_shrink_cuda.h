@@ -26,9 +26,6 @@ struct DenseShrinkArgs {
   const LoraBatch* lora = nullptr;  // not null
   float* out = nullptr;
   int32_t rank_stride = 0;  // floats, multiple of 8, >= any rank
-  // Up to 64 rows: the kernel behind this one may begin at once, not when x is there, and waits for the end before it
-  // reads x.
-  bool lets_next_early = false;
 };
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
 

@@ -205,22 +205,18 @@ struct Granules {
   }
 };
 
-template <bool EARLY>
 __device__ __forceinline__ void wait_for_x() {
   wait_for_previous();
-  if (!EARLY) {
-    let_next_start();
-  }
+  let_next_start();
 }
 
 // acc += A x over blocks [begin, end). x: this lane's chunk of 8 inputs of its row in block 0, -1: there is no such
 // token. Waits for x in any case.
-template <bool EARLY>
 __device__ __forceinline__ void multiply(const Params& p, const Item& item, int begin, int end, int x,
                                          float (&acc)[4]) {
   const int column = static_cast<int>(threadIdx.x % 32) % 4 * 8;
   if (begin == end) {
-    wait_for_x<EARLY>();
+    wait_for_x();
   }
 #pragma unroll 1
   for (int base = begin; base < end; base += kChunk) {
@@ -232,7 +228,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Item& item, int 
       granules.load(p, a, first);
       if (first == 0) {
         granules.prefetch(p);
-        wait_for_x<EARLY>();
+        wait_for_x();
       }
       uint4 values[kTogether][2];
 #pragma unroll
@@ -287,17 +283,12 @@ __device__ __forceinline__ void store_sums(const Params& p, const Item& item, co
   }
 }
 
-// Grid: [cluster][block]. EARLY: the next kernel starts at once and waits for the end before it reads x; otherwise when
-// x is there.
-template <bool EARLY>
+// Grid: [cluster][block]. The next kernel starts when x is there.
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_split(const __grid_constant__ Params p) {
 #ifdef MOELORA_CLUSTERS
   __shared__ Partial partial[2];  // of items in turn
   __shared__ ClusterBarrier arrived[2];
   __shared__ Item item;
-  if (EARLY) {
-    let_next_start();
-  }
   __shared__ int first_block[kWarps + 1];  // of 64 inputs, of each warp
   __shared__ int done;                     // items
   const int block = static_cast<int>(blockIdx.x) % kCluster;
@@ -327,7 +318,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_split(cons
       const bool there = lane / 4 < item.count;
       const int x = there ? item.row[lane / 4] * static_cast<int>(p.x_stride / 8) + lane % 4 : -1;
       float acc[4] = {};
-      multiply<EARLY>(p, item, first_block[warp], first_block[warp + 1], x, acc);
+      multiply(p, item, first_block[warp], first_block[warp + 1], x, acc);
       __syncwarp();
       if (done == 0) {
         cluster_wait();  // the barriers of the other blocks are there
@@ -361,16 +352,15 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_split(cons
 #endif
 }
 
-template <bool EARLY>
-bool launch(const Params& p, const CudaStream& state) {
-  static const bool usable = has_code(lora_shrink_split<EARLY>);
+inline bool launch(const Params& p, const CudaStream& state) {
+  static const bool usable = has_code(lora_shrink_split);
   if (state.compute_capability < 90 || !usable) {
     return false;
   }
   const int pairs = std::max((p.rank_stride + kRanks - 1) / kRanks, 1);
   const int clusters =
       std::min(p.max_segments * p.num_modules * pairs, kBlocksPerSm * state.num_sms / kCluster);
-  launch_dependent_clusters(lora_shrink_split<EARLY>, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads, 0,
+  launch_dependent_clusters(lora_shrink_split, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads, 0,
                             state, p);
   check_launch("lora_shrink");
   return true;

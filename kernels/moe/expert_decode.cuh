@@ -240,7 +240,8 @@ template <bool GATE_UP, class Source, int RT, int STAGES, int WARPS, bool LORA>
 __global__ void __launch_bounds__(32 * WARPS, kDecodeWarpsPerSm / WARPS)
     expert_decode_kernel(const __grid_constant__ ExpertGemm p) {
   using Ring = WeightRing<Source, RT, STAGES>;
-  extern __shared__ __align__(128) uint4 dynamic_shared[];  // two PartialSums in turn (one barrier an item is enough), then the rings
+  // Two PartialSums in turn (one barrier an item is enough), then the rings.
+  extern __shared__ __align__(128) uint4 dynamic_shared[];
   if (!LORA) {
     wait_for_previous();  // with LoRA all but the deltas was complete before this kernel began
   }

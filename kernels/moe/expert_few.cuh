@@ -392,10 +392,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   Items items{0, producers};
   const int panels = LORA == Lora::kBeside ? *p.lora.max_rank / kTileRanks : 0;
-  if (LORA != Lora::kDeltas) {
+  // The order was complete before moe_gate_up began, which is ahead of moe_down: its first weights do not wait.
+  constexpr bool kWaitsLate = !GATE_UP && LORA != Lora::kDeltas;
+  if (GATE_UP && LORA != Lora::kDeltas) {
     wait_for_previous();
   }
-  let_next_start();
+  if (!kWaitsLate) {
+    let_next_start();
+  }
   load_order<LORA == Lora::kBeside>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items);
   if constexpr (LORA == Lora::kBeside) {
     begin_tail(s, items);
@@ -413,6 +417,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
   auto& stages = s.weights[warp_index()];
   start_copies(stages, walk.range, has_tiles ? walk.count : 0);
+  if (kWaitsLate) {
+    wait_for_previous();
+    let_next_start();
+  }
   if constexpr (LORA == Lora::kBeside) {
     static_assert(sizeof(s.partial) >= kWarps * kTileRanks * kRowsMax * sizeof(float));
     shrink_items<GATE_UP, Range::template kBlocks<8>>(p, items, panels, reinterpret_cast<float*>(s.partial));

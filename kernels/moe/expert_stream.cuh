@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0
 // Expert products of few tokens an expert from MXFP4 tiles, from sm_90 on, where there are several tokens an expert: a
 // stream of weights with a little arithmetic beside it. One block an SM takes a contiguous share of all (active expert,
-// row tile), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, a round, as
-// strips of two; up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all. Weights and
-// tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four warps with bulk
-// copies, which run ahead across rounds and experts. Two warps share a strip and take every other stage each; their
-// sums meet at the end of the round, where each finishes one of the two row tiles. What a warp loads of the tokens
-// serves both tiles of its strip, and of a whole stage nothing branches: that is what it takes fewer instructions and
-// less of the shared memory's bandwidth by than with one row tile a warp, the kernel before this (gate_up of gpt-oss
-// shape, 64 rows, 21 experts: 96 us). Instructions of the warps that multiply, a row tile and block: 63 of up to 8
-// tokens, 68 of up to 16, 80 of up to 32; before 80, 87 and 100. That alone gained nothing (H200, the same shape:
-// gate_up 96 us, down 60, before 57): instructions are not what limits it. A token's bits do not depend on what else is
-// in the batch.
-// Tried beside the kernel before this (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in registers,
+// group of 8 row tiles), of about equal cost. Up to 16 neighbouring row tiles of an expert are worked on at once, a
+// round, as strips of two; up to 32 of the expert's tokens pass with them, so that a weight is expanded once for all.
+// Weights and tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four warps
+// with bulk copies, which run ahead across rounds and experts. Two warps share a strip and take every other stage each;
+// at the end of a round the one whose stages end first adds the deltas, gives its sums to the other and goes on, the
+// other finishes the strip. What a warp loads of the tokens serves both tiles of its strip, and of a whole stage nothing
+// branches. A token's bits do not depend on what else is in the batch.
+// H200, gpt-oss's shape, 64 rows, gate_up and down alone: 32 experts 88 and 45 us (283 and 142 MB), 25 experts of unequal
+// numbers of tokens 84 and 49 (221 and 111 MB); reading alone takes 62, 33, 49 and 26. Of up to 8 tokens an expert
+// rounds run at the pace of memory; of more, instructions count: 60 a row tile and block of up to 8 tokens, 65 of up to
+// 16. Before, 107, 60, 101 and 61 us: the ring at a multiple of 16 bytes alone (a quarter more asked of the L2, its tags
+// 75 % busy; aligned alone 101, 54, 90 and 55), warps that met at the end of each round (2 us of 14), shares cut at any
+// row tile (a round of 10 takes as long as one of 16), 32 tokens' products for 17. What is left: 3 us until the first
+// stage is there, and blocks that end 10 us after the median, by half a group more and by experts of many tokens.
+// Tried: stages filled by cp.async, 98, 57, 104 and 62 us; half of the inner loop, the same.
+// Tried beside the kernel before these (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in registers,
 // 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row tiles, whatever the
 // experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in expert_few.cuh (16 warps;
 // a step of six layers 1,757 us, that one 1,721; with 8 adapters 2,427, that one 2,437). Fewer tokens an expert are
-// faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k. Tried for moe_down: weights asked for before
-// the wait for moe_gate_up, by the routing that was complete when that began: base rows of small models were wrong at
-// times; why was not found out.
+// faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k.
 #pragma once
 
 #include <algorithm>

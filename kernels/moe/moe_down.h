@@ -10,7 +10,7 @@ namespace moelora {
 struct MoeDownArgs {
   Rows act;            // [T * K, I], sorted order
   ExpertWeights down;  // [H, I] each
-  MoeOrder order;
+  MoeOrder order;      // CUDA: complete before the op that makes `act` was queued
   int32_t num_rows = 0;  // T
   int32_t top_k = 0;
   int32_t num_experts = 0;

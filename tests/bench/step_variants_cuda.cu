@@ -105,7 +105,6 @@ constexpr NamedPaths kWays[] = {
     {"experts: tokens gathered", {LinearPath::kAuto, ExpertPath::kManyTokensGather, ExpertPath::kManyTokensGather}},
     {"experts: tokens in bulk", {LinearPath::kAuto, ExpertPath::kManyTokensBulk, ExpertPath::kManyTokensBulk}},
     {"experts: tokens for pairs", {LinearPath::kAuto, ExpertPath::kManyTokensPairs, ExpertPath::kManyTokensPairs}},
-    {"linear: product before x is there", {LinearPath::kProductEarly, kAny, kAny}},
     {"linear and experts beside", {LinearPath::kShrinkBeside, kBeside, kBeside}},
     {"router: three launches", {.router = RouterPath::kApart}},
     {"router: one launch", {.router = RouterPath::kOne}},

@@ -126,7 +126,6 @@ void check_dense(const DenseCase& test) {
     }
     const DeviceBuffer again(count * sizeof(float));
     args.out = again.as<float>();
-    args.lets_next_early = true;
     lora_shrink_dense_cuda(args, *gpu()->stream);
     CHECK(same_bits(result.data(), again.read<float>().data(), count));
   }
