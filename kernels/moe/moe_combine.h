@@ -12,6 +12,7 @@
 
 namespace moelora {
 
+// CUDA: weights, order and hidden were complete before the moe_down that makes `down` was queued.
 struct MoeCombineArgs {
   Rows down;                       // [T * K, H], sorted order
   const float* weights = nullptr;  // [T, K]

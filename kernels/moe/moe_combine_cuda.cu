@@ -112,19 +112,32 @@ __device__ __forceinline__ float4 unpack4(const uint2& v) {
           __uint_as_float(v.y & 0xffff0000u)};
 }
 
-// sum[i] += the weighted results of choices [first, first + BATCH), as far as there are, in this thread's i-th group.
+// Where the results of choices [first, first + BATCH) are, as far as there are, and their weights. What is loaded passes
+// the L1, which may hold what the same arrays said a layer ago.
+template <int BATCH>
+struct Choices {
+  int position[BATCH];
+  float weight[BATCH];
+  __device__ __forceinline__ void load(const Params& p, int64_t row, int first) {
+#pragma unroll
+    for (int j = 0; j < BATCH; ++j) {
+      const bool there = first + j < p.top_k;
+      position[j] = there ? __ldcg(p.pair_position + row * p.top_k + first + j) : 0;
+      weight[j] = there ? __ldcg(p.weights + row * p.top_k + first + j) : 0.0f;
+    }
+  }
+};
+
+// sum[i] += the weighted results of choices [first, first + BATCH) in this thread's i-th group.
 template <class T, int KEEP, int BATCH>
-__device__ __forceinline__ void add_choices(const Params& p, int64_t row, int first, float (&sum)[KEEP][4]) {
-  const int32_t* position = p.pair_position + row * p.top_k + first;
-  const float* weight = p.weights + row * p.top_k + first;
+__device__ __forceinline__ void add_choices(const Params& p, const Choices<BATCH>& choices, int first,
+                                            float (&sum)[KEEP][4]) {
   const int groups = p.width / 4;
   const int count = p.top_k - first;
   const T* from[BATCH];
-  float factor[BATCH];
 #pragma unroll
   for (int j = 0; j < BATCH; ++j) {
-    from[j] = static_cast<const T*>(p.down) + (j < count ? position[j] : 0) * p.down_stride;
-    factor[j] = j < count ? weight[j] : 0.0f;
+    from[j] = static_cast<const T*>(p.down) + choices.position[j] * p.down_stride;
   }
   using Packed = std::conditional_t<sizeof(T) == 4, float4, uint2>;
   Packed loaded[KEEP][BATCH];
@@ -144,10 +157,10 @@ __device__ __forceinline__ void add_choices(const Params& p, int64_t row, int fi
 #pragma unroll
       for (int i = 0; i < KEEP; ++i) {
         const float4 values = unpack4(loaded[i][j]);
-        sum[i][0] = fmaf(factor[j], values.x, sum[i][0]);
-        sum[i][1] = fmaf(factor[j], values.y, sum[i][1]);
-        sum[i][2] = fmaf(factor[j], values.z, sum[i][2]);
-        sum[i][3] = fmaf(factor[j], values.w, sum[i][3]);
+        sum[i][0] = fmaf(choices.weight[j], values.x, sum[i][0]);
+        sum[i][1] = fmaf(choices.weight[j], values.y, sum[i][1]);
+        sum[i][2] = fmaf(choices.weight[j], values.z, sum[i][2]);
+        sum[i][3] = fmaf(choices.weight[j], values.w, sum[i][3]);
       }
     }
   }
@@ -169,18 +182,25 @@ __global__ void __launch_bounds__(kNormThreads, KEEP* BATCH > 16 ? 1 : 2) combin
       weights[i] = norm_weights(p, group_of(i));
     }
   }
-  wait_for_previous();
+  // So are the order and what is added to: both were complete before moe_down, the kernel ahead, passed its wait.
   float* hidden = p.hidden + row * p.hidden_stride;
   Vec4<float> kept[KEEP];
 #pragma unroll
   for (int i = 0; i < KEEP; ++i) {
     if (group_of(i) < groups) {
-      kept[i] = load4(hidden, group_of(i));
+      const float4 values = __ldcg(reinterpret_cast<const float4*>(hidden) + group_of(i));
+      kept[i] = {{values.x, values.y, values.z, values.w}};
     }
   }
+  Choices<BATCH> choices;
+  choices.load(p, row, 0);
+  wait_for_previous();
   float sum[KEEP][4] = {};
   for (int first = 0; first < p.top_k; first += BATCH) {
-    add_choices<T, KEEP, BATCH>(p, row, first, sum);
+    if (first > 0) {
+      choices.load(p, row, first);
+    }
+    add_choices<T, KEEP, BATCH>(p, choices, first, sum);
   }
   const float gate = p.shared != nullptr ? shared_factor(p, row) : 0.0f;
   float squares = 0.0f;
