@@ -59,7 +59,7 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
     const auto finish = [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
       const int32_t pair = begin[expert] + first;
       if (plan.lora.batch != nullptr) {
-        expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
+        expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, args.down.rows, n, outputs, pair, count, sums[0]);
       }
       add_bias(args.down, expert, n, outputs, count, sums[0]);
       for (int32_t r = 0; r < count; ++r) {

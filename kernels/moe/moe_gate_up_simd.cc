@@ -72,7 +72,7 @@ void run_tiles(const GateUpPlan& plan, Stream& stream) {
       const int32_t pair = begin[expert] + first;
       for (int32_t set = 0; set < 2; ++set) {
         if (plan.lora.batch != nullptr) {
-          expand_pairs(plan.lora, args.order, kModules[set], set, n, outputs, pair, count, sums[set]);
+          expand_pairs(plan.lora, args.order, kModules[set], set, args.gate.rows, n, outputs, pair, count, sums[set]);
         }
         add_bias(*matrices[set], expert, n, outputs, count, sums[set]);
       }
