@@ -230,9 +230,9 @@ HWY_INLINE void expand_group_bf16(D d, const Granules& b, int32_t first, int32_t
   const hn::Repartition<uint8_t, D> d8;
   constexpr int kWidth = static_cast<int>(hn::MaxLanes(d));
   constexpr int kBlocks = kWidth / 4;
-  hn::Vec<D> acc[kRows];
+  hn::Vec<D> acc[kRows][2];
 #pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r) acc[r] = hn::Zero(d);
+  for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = hn::Zero(d);
   for (int32_t panel = 0; panel < panels; ++panel) {
     const auto* from = reinterpret_cast<const uint8_t*>(b.at(first + panel)) + n * 16;
     const auto load = [&](int v) HWY_ATTR { return hn::BitCast(du, hn::LoadU(d8, from + v * kWidth * 4)); };
@@ -251,8 +251,8 @@ HWY_INLINE void expand_group_bf16(D d, const Granules& b, int32_t first, int32_t
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) {
         const float* shrunk = rows[r].shrunk + panel * kTileRanks + 2 * pair;
-        acc[r] = hn::MulAdd(even, hn::Set(d, shrunk[0]), acc[r]);
-        acc[r] = hn::MulAdd(odd, hn::Set(d, shrunk[1]), acc[r]);
+        acc[r][0] = hn::MulAdd(even, hn::Set(d, shrunk[0]), acc[r][0]);
+        acc[r][1] = hn::MulAdd(odd, hn::Set(d, shrunk[1]), acc[r][1]);
       }
     }
   }
@@ -262,7 +262,8 @@ HWY_INLINE void expand_group_bf16(D d, const Granules& b, int32_t first, int32_t
   const auto indices = hn::SetTableIndices(d, order);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-    const auto delta = kBlocks == 1 ? acc[r] : hn::TableLookupLanes(acc[r], indices);
+    const auto sum = hn::Add(acc[r][0], acc[r][1]);
+    const auto delta = kBlocks == 1 ? sum : hn::TableLookupLanes(sum, indices);
     float* const sums = rows[r].sums + j;
     if (count >= kWidth) {
       hn::StoreU(hn::Add(hn::LoadU(d, sums), hn::Mul(hn::Set(d, rows[r].scale), delta)), d, sums);
