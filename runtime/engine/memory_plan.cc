@@ -142,7 +142,6 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
                                                  static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
   const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
   plan.staging_bytes = AdapterUploader::staging_bytes(geometry.page_bytes, !is_cuda(options));
-  plan.workspace_bytes += is_cuda(options) ? 0 : plan.staging_bytes;
   // A GPU's pool comes after weights and workspace; the CPU's weights are a mapped file.
   const uint64_t before = is_cuda(options) ? plan.weight_bytes + plan.workspace_bytes : 0;
   const uint64_t left_for_pool = plan.available_bytes - std::min(plan.available_bytes, before);

@@ -13,8 +13,8 @@ namespace moelora {
 
 struct MemoryPlan {
   uint64_t weight_bytes = 0;
-  uint64_t workspace_bytes = 0;  // on the CPU with staging_bytes
-  uint64_t staging_bytes = 0;    // of adapters on their way to the device: host memory, page-locked for a GPU
+  uint64_t workspace_bytes = 0;
+  uint64_t staging_bytes = 0;  // of adapters on their way to a GPU: host memory, page-locked
   uint64_t pool_bytes = 0;
   uint64_t kv_bytes_per_token = 0;
   uint64_t kv_bytes_full_context = 0;
