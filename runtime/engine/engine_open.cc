@@ -79,7 +79,7 @@ void Engine::Parts::size_up() {
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
   info.max_batch_tokens = plan_batch_tokens(options);
   info.kv_block_tokens = static_cast<int32_t>(options.kv_block_tokens);
-  info.max_adapters_resident = static_cast<int32_t>(options.max_adapters_resident);
+  info.max_adapters_resident = plan_adapter_slots(options);
   info.max_lora_rank = static_cast<int32_t>(options.max_lora_rank);
   info.weight_bytes = weights->bytes();
 

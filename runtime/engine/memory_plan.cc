@@ -71,6 +71,15 @@ int32_t plan_batch_tokens(const EngineOptions& options) {
   return static_cast<int32_t>(std::max(rows, options.max_num_sequences));
 }
 
+int32_t plan_adapter_slots(const EngineOptions& options) {
+  if (options.max_adapters_resident > 0) {
+    return static_cast<int32_t>(options.max_adapters_resident);
+  }
+  // With fewer, whoever waits could get its adapter only after one that runs has ended, and its row would stay empty
+  // for the steps of the load.
+  return static_cast<int32_t>(std::max<int64_t>(64, options.max_num_sequences + options.prefetch_requests));
+}
+
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config) {
   if (options.max_context_tokens == 0) {
     return config.max_position;

@@ -34,6 +34,7 @@ bool is_cuda(const EngineOptions& options);
 size_t cuda_index(const EngineOptions& options);  // N of "cuda:N", 0 of "cuda"
 Dtype plan_kv_dtype(const EngineOptions& options);
 int32_t plan_batch_tokens(const EngineOptions& options);
+int32_t plan_adapter_slots(const EngineOptions& options);
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config);
 // Bytes of an adapter's stream of one rank, bf16, on q, k, v, o and on every expert (dense models: the MLP).
 uint64_t adapter_stream_bytes(const ModelConfig& config, int32_t rank);
