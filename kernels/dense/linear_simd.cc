@@ -218,11 +218,29 @@ Tile tile_at(const LinearPlan& plan, int32_t ticket) {
   return {weights, plan.part[at], n};
 }
 
+// What the adapters of the batch will add to a tile.
+void add_expands(const LinearPlan& plan, const Tile& tile, ReadSpans& spans) {
+  const LoraBatch& lora = *plan.args->lora;
+  for (int32_t s = 0; s < lora.num_segments; ++s) {
+    const auto& row = *reinterpret_cast<const AdapterRow*>(beside_shrunk(plan, tile.part, lora.segment_begin[s]));
+    if (row.record != nullptr) {
+      const ReadSpans::Span span = span_of_expand(*row.record, row.b, tile.n, tile.weights.count);
+      spans.add(span.first, span.bytes);
+    }
+  }
+}
+
 void run_tiles(const LinearPlan& plan, Stream& stream) {
   const LinearArgs& args = *plan.args;
   for_each_ticket(stream, plan.begin[plan.num_parts], [&](int32_t ticket, int32_t next, int worker) HWY_ATTR {
     const Tile tile = tile_at(plan, ticket);
-    const Tile ahead = tile_at(plan, next);
+    Tile ahead = tile_at(plan, next);
+    ReadSpans beside;
+    if (plan.lora && ahead.weights.matrices > 0) {
+      add_expands(plan, ahead, beside);
+    }
+    add_shrinks_ahead(args.ahead, ticket, plan.begin[plan.num_parts], beside);
+    ahead.weights.beside = &beside;
     const LinearPart& part = args.parts[tile.part];
     const TileRows rows{plan.packed, padded_k(args.k), plan.by_classes, nullptr, 0, args.num_rows};
     run_tile(part.weight.dtype, tile.weights, rows, args.k, ahead.weights, stream.scratch(worker),

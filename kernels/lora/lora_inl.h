@@ -10,6 +10,7 @@
 #define MOELORA_KERNELS_LORA_LORA_INL_H_
 #endif
 
+#include "kernels/base/read_spans.h"
 #include "kernels/base/simd_inl.h"
 #include "kernels/lora/adapter_layout.h"
 
@@ -331,15 +332,41 @@ HWY_INLINE void prefetch_shrink(const AdapterTable& table, int32_t slot, const L
     __builtin_prefetch(tiles + at, 0, 2);
   }
 }
-HWY_INLINE void prefetch_expand(const LoraRecord& record, const Granules& b, int32_t n, int32_t count) {
+// The matrices of share `part` of `parts` of what comes after this op.
+inline void add_shrinks_ahead(const LoraAhead& ahead, int32_t part, int32_t parts, ReadSpans& spans) {
+  constexpr int32_t kBytesMost = 16384;
+  if (ahead.lora == nullptr) {
+    return;
+  }
+  const int32_t segments = ahead.lora->num_segments;
+  const auto end = static_cast<int32_t>(static_cast<int64_t>(part + 1) * segments / parts);
+  for (auto s = static_cast<int32_t>(static_cast<int64_t>(part) * segments / parts); s < end; ++s) {
+    for (const LoraModule module : ahead.modules) {
+      const int32_t slot = ahead.lora->segment_slot[s];
+      const AdapterTable& table = ahead.lora->table;
+      const LoraRecord* record = module == LoraModule::kNone ? nullptr : table.dense(slot, ahead.layer, module);
+      if (record != nullptr) {
+        const int32_t granules = matrix_granules(record->rank, ahead.k, static_cast<Dtype>(record->dtype));
+        const int32_t together = std::min(granules, table.run(record->a)) * static_cast<int32_t>(kGranuleBytes);
+        spans.add(table.granule(slot, record->a), std::min(together, kBytesMost));
+      }
+    }
+  }
+}
+
+// What expand_add will read of B for the outputs n .. n + count - 1, as far as it is worth to ask for it.
+HWY_INLINE ReadSpans::Span span_of_expand(const LoraRecord& record, const Granules& b, int32_t n, int32_t count) {
   constexpr int32_t kBytesMost = 2048;
   const int32_t granules = tile_granules(static_cast<Dtype>(record.dtype));
   const int32_t panels = ceil_div(record.rank, kTileRanks);
   const int32_t core_bytes = granules * static_cast<int32_t>(kGranuleBytes) / (kTileColumns / 8);
-  const std::byte* cores = b.at(n / kTileColumns * panels * granules);
   const int32_t bytes = panels == 1 ? ceil_div(count, 8) * core_bytes : panels * granules * int32_t{kGranuleBytes};
-  for (int32_t at = 0; at < std::min(bytes, kBytesMost); at += 64) {
-    __builtin_prefetch(cores + n % kTileColumns / 8 * core_bytes + at);
+  return {b.at(n / kTileColumns * panels * granules) + n % kTileColumns / 8 * core_bytes, std::min(bytes, kBytesMost)};
+}
+HWY_INLINE void prefetch_expand(const LoraRecord& record, const Granules& b, int32_t n, int32_t count) {
+  const ReadSpans::Span span = span_of_expand(record, b, n, count);
+  for (int32_t at = 0; at < span.bytes; at += 64) {
+    __builtin_prefetch(span.first + at);
   }
 }
 

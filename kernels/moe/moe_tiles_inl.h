@@ -206,7 +206,7 @@ HWY_INLINE void add_bias(const ExpertWeights& weights, int32_t expert, int32_t n
   }
 }
 
-// task(expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
+// task(ticket, expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
 template <class Task>
 void for_each_expert_tile(Stream& stream, const int32_t* expert_begin, int32_t num_experts, int32_t tiles,
                           const Task& task) {
@@ -224,8 +224,8 @@ void for_each_expert_tile(Stream& stream, const int32_t* expert_begin, int32_t n
       if (next < tickets) {
         there.seek(expert_begin, tiles, next);
       }
-      task(here.expert, ticket - here.first_ticket, next < tickets ? there.expert : -1, next - there.first_ticket,
-           worker);
+      task(ticket, here.expert, ticket - here.first_ticket, next < tickets ? there.expert : -1,
+           next - there.first_ticket, worker);
       here = there;
       ticket = next;
     }

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies images to the device beside the steps: a thread of its own moves a stream chunk by chunk into a small ring of
 // page-locked memory and queues each chunk on the device's copy stream, so that the engine thread neither copies nor
-// waits. On the CPU chunks go from the stream to their pages at once. A stream that is still being made is copied as it grows. Uploads run one after the other, in the order of
-// `add`, but one whose stream has to grow first lets the others pass. Memory for all of it is taken at construction.
+// waits. On the CPU chunks go from the stream to their pages at once. A stream that is still being made is copied as it
+// grows. Uploads run one after the other, in the order of `add`, but one whose stream has to grow first lets the others
+// pass. Memory for all of it is taken at construction.
 // AdapterCache is the only caller, on the engine thread.
 #pragma once
 
