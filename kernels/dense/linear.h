@@ -35,6 +35,7 @@ struct LinearArgs {
   Compute compute = Compute::kExact;
   std::byte* scratch = nullptr;  // >= linear_scratch_bytes(...), 64-byte aligned
   size_t scratch_bytes = 0;
+  LoraAhead ahead;
 };
 
 // Whether any of the op's outputs can have a delta.

@@ -32,39 +32,65 @@ struct LinearPlan {
   int32_t part[3];   // parts of this pass
   int32_t begin[4];  // first ticket of each of them, and the end
   int32_t num_parts;
-  bool lora;  // any part of this pass adapted
+  int32_t item_rows;  // adapter rows of an item of phase one
+  bool lora;          // any part of this pass adapted
 };
 
+// What adapts the rows of one adapter in a part; record is null if nothing does.
 struct LoraTarget {
-  const LoraRecord* record;
-  int32_t slot;
-  float scale;
+  const LoraRecord* record = nullptr;
+  int32_t slot = 0;
 };
+// The same for one row, beside its shrunk row: phase one writes it, so that the tiles need not look it up.
+struct AdapterRow {
+  const LoraRecord* record = nullptr;
+  float scale = 0.0f;
+  int32_t slot = 0;
+  Granules b;
+};
+static_assert(sizeof(AdapterRow) <= kShrunkBeside * sizeof(float));
 
-// What adapts row `row` in `part`; record is null if nothing does.
-LoraTarget lora_target(const LinearArgs& args, int32_t part, int32_t row) {
-  const LoraBatch& lora = *args.lora;
-  const int32_t slot = lora.row_slot[row];
+LoraTarget lora_target(const LinearArgs& args, int32_t part, int32_t slot) {
   const LoraModule module = args.parts[part].module;
-  if (module == LoraModule::kNone) {
-    return {nullptr, 0, 0.0f};
-  }
-  const LoraRecord* record = lora.table.dense(slot, args.layer, module);
-  const float scale = record == nullptr ? 0.0f : lora.row_scale[row] * record->scale;
-  return {scale == 0.0f ? nullptr : record, slot, scale};
+  return {module == LoraModule::kNone ? nullptr : args.lora->table.dense(slot, args.layer, module), slot};
 }
 
 float* shrunk_row(const LinearPlan& plan, int32_t part, int32_t index) {
   return plan.shrunk + (static_cast<int64_t>(part) * plan.args->lora->num_rows + index) * plan.stride;
 }
 
-// Beside the shrunk row; phase one writes it, so that the tiles need not look it up.
-LoraTarget& kept_target(const LinearPlan& plan, int32_t part, int32_t index) {
-  static_assert(sizeof(LoraTarget) <= kShrunkBeside * sizeof(float));
-  return *reinterpret_cast<LoraTarget*>(shrunk_row(plan, part, index) + plan.stride - kShrunkBeside);
+std::byte* beside_shrunk(const LinearPlan& plan, int32_t part, int32_t index) {
+  return reinterpret_cast<std::byte*>(shrunk_row(plan, part, index) + plan.stride - kShrunkBeside);
 }
 
-// One item of phase one: packs row `item`, or shrinks eight ranks of an adapter row of a part.
+// Shrinks eight ranks of the adapter rows begin .. end - 1 of a part, which share an adapter.
+void shrink(const LinearPlan& plan, const LoraTarget& target, int32_t part, int32_t panel, int32_t begin, int32_t end) {
+  const LinearArgs& args = *plan.args;
+  const LoraBatch& lora = *args.lora;
+  const float* x[kLoraRows];
+  float* shrunk[kLoraRows];
+  int32_t count = 0;
+  for (int32_t index = begin; index < end; ++index) {
+    const int32_t row = lora.sorted_rows[index];
+    const float scale = target.record == nullptr ? 0.0f : lora.row_scale[row] * target.record->scale;
+    const LoraRecord* const record = scale == 0.0f ? nullptr : target.record;
+    if (panel == 0) {
+      AdapterRow& kept = *new (beside_shrunk(plan, part, index)) AdapterRow{record, scale, target.slot, {}};
+      if (record != nullptr) {
+        kept.b = granules_of_b(lora.table, target.slot, *record, args.parts[part].weight.rows);
+      }
+    }
+    if (record != nullptr) {
+      x[count] = args.x.row(row);
+      shrunk[count++] = shrunk_row(plan, part, index) + panel * kTileRanks;
+    }
+  }
+  if (count > 0 && panel * kTileRanks < target.record->rank) {
+    shrink_panel(lora.table, target.slot, *target.record, panel, x, count, args.k, shrunk);
+  }
+}
+
+// One item of phase one: packs row `item`, or shrinks eight ranks of some adapter rows of a part.
 void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
   const LinearArgs& args = *plan.args;
   if (item < args.num_rows) {
@@ -72,54 +98,71 @@ void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
                   plan.packed + item * padded_k(args.k), scratch);
     return;
   }
-  const int32_t panels = ceil_div(args.lora->max_rank, kTileRanks);
-  const int32_t shrink = item - args.num_rows;
-  const int32_t panel = shrink % panels;
-  const int32_t part = plan.part[shrink / panels % plan.num_parts];
-  const int32_t index = shrink / panels / plan.num_parts;
-  const int32_t row = args.lora->sorted_rows[index];
-  if (index + 1 < args.lora->num_rows) {
-    const LoraTarget next = lora_target(args, part, args.lora->sorted_rows[index + 1]);
-    if (next.record != nullptr && panel * kTileRanks < next.record->rank) {
-      prefetch_shrink(args.lora->table, next.slot, *next.record, panel, args.k);
+  const LoraBatch& lora = *args.lora;
+  const int32_t panels = ceil_div(lora.max_rank, kTileRanks);
+  const int32_t shrinks = item - args.num_rows;
+  const int32_t panel = shrinks % panels;
+  const int32_t part = plan.part[shrinks / panels % plan.num_parts];
+  const int32_t first = shrinks / panels / plan.num_parts * plan.item_rows;
+  const int32_t end = std::min(first + plan.item_rows, lora.num_rows);
+  const auto slot_of = [&](int32_t index) { return lora.row_slot[lora.sorted_rows[index]]; };
+  LoraTarget target = lora_target(args, part, slot_of(first));
+  for (int32_t begin = first, next = first; begin < end; begin = next) {
+    while (next < end && next - begin < kLoraRows && slot_of(next) == target.slot) {
+      ++next;
     }
+    LoraTarget ahead = target;
+    if (next < lora.num_rows && slot_of(next) != target.slot) {
+      ahead = lora_target(args, part, slot_of(next));
+      if (ahead.record != nullptr && panel * kTileRanks < ahead.record->rank) {
+        prefetch_shrink(lora.table, ahead.slot, *ahead.record, panel, args.k);
+      }
+    }
+    shrink(plan, target, part, panel, begin, next);
+    target = ahead;
   }
-  const LoraTarget target = lora_target(args, part, row);
-  if (panel == 0) {
-    new (&kept_target(plan, part, index)) LoraTarget(target);
+}
+
+// The next rows of one adapter from `index` on, at most kLoraRows, among rows first .. first + count - 1 of the batch.
+struct LoraRun {
+  const AdapterRow* row = nullptr;  // the first
+  LoraSums sums[kLoraRows];
+  int32_t count = 0;
+};
+HWY_INLINE LoraRun next_run(const LinearPlan& plan, int32_t part, int32_t first, int32_t count, float* sums,
+                            int32_t& index) {
+  const LoraBatch& lora = *plan.args->lora;
+  LoraRun run;
+  for (; index < lora.num_rows && run.count < kLoraRows; ++index) {
+    const int32_t at = lora.sorted_rows[index] - first;
+    if (at < 0 || at >= count) {
+      continue;
+    }
+    const auto* const row = reinterpret_cast<const AdapterRow*>(beside_shrunk(plan, part, index));
+    if (row->record == nullptr) {
+      continue;
+    }
+    if (run.row == nullptr) {
+      run.row = row;
+    } else if (row->slot != run.row->slot) {
+      break;
+    }
+    run.sums[run.count++] = {shrunk_row(plan, part, index), sums + at * kTileOutputs, row->scale};
   }
-  if (target.record == nullptr || panel * kTileRanks >= target.record->rank) {
-    return;
-  }
-  shrink_panel(args.lora->table, target.slot, *target.record, panel, args.x.row(row), args.k,
-               shrunk_row(plan, part, index));
+  return run;
 }
 
 void add_lora(const LinearPlan& plan, int32_t part, int32_t n, int32_t outputs, int32_t first, int32_t count,
               float* sums) {
-  const LoraBatch& lora = *plan.args->lora;
   // One behind, so that what a row needs is on its way while the row before it is done.
-  LoraTarget target{};
-  int32_t target_index = 0;
-  for (int32_t index = 0; index <= lora.num_rows; ++index) {
-    LoraTarget next{};
-    if (index < lora.num_rows) {
-      const int32_t row = lora.sorted_rows[index];
-      if (row < first || row >= first + count) {
-        continue;
-      }
-      next = kept_target(plan, part, index);
-      if (next.record == nullptr) {
-        continue;
-      }
-      prefetch_expand(lora.table, next.slot, *next.record, n, outputs);
+  int32_t index = 0;
+  for (LoraRun run = next_run(plan, part, first, count, sums, index); run.row != nullptr;) {
+    const LoraRun next = next_run(plan, part, first, count, sums, index);
+    if (next.row != nullptr && next.row->slot != run.row->slot) {
+      prefetch_expand(*next.row->record, next.row->b, n, outputs);
     }
-    if (target.record != nullptr) {
-      expand_add(lora.table, target.slot, *target.record, target.scale, shrunk_row(plan, part, target_index), n,
-                 outputs, sums + (lora.sorted_rows[target_index] - first) * kTileOutputs);
-    }
-    target = next;
-    target_index = index;
+    expand_add(plan.args->lora->table, run.row->slot, *run.row->record, run.row->b, run.sums, run.count, n, outputs);
+    run = next;
   }
 }
 
@@ -175,11 +218,29 @@ Tile tile_at(const LinearPlan& plan, int32_t ticket) {
   return {weights, plan.part[at], n};
 }
 
+// What the adapters of the batch will add to a tile.
+void add_expands(const LinearPlan& plan, const Tile& tile, ReadSpans& spans) {
+  const LoraBatch& lora = *plan.args->lora;
+  for (int32_t s = 0; s < lora.num_segments; ++s) {
+    const auto& row = *reinterpret_cast<const AdapterRow*>(beside_shrunk(plan, tile.part, lora.segment_begin[s]));
+    if (row.record != nullptr) {
+      const ReadSpans::Span span = span_of_expand(*row.record, row.b, tile.n, tile.weights.count);
+      spans.add(span.first, span.bytes);
+    }
+  }
+}
+
 void run_tiles(const LinearPlan& plan, Stream& stream) {
   const LinearArgs& args = *plan.args;
   for_each_ticket(stream, plan.begin[plan.num_parts], [&](int32_t ticket, int32_t next, int worker) HWY_ATTR {
     const Tile tile = tile_at(plan, ticket);
-    const Tile ahead = tile_at(plan, next);
+    Tile ahead = tile_at(plan, next);
+    ReadSpans beside;
+    if (plan.lora && ahead.weights.matrices > 0) {
+      add_expands(plan, ahead, beside);
+    }
+    add_shrinks_ahead(args.ahead, ticket, plan.begin[plan.num_parts], beside);
+    ahead.weights.beside = &beside;
     const LinearPart& part = args.parts[tile.part];
     const TileRows rows{plan.packed, padded_k(args.k), plan.by_classes, nullptr, 0, args.num_rows};
     run_tile(part.weight.dtype, tile.weights, rows, args.k, ahead.weights, stream.scratch(worker),
@@ -221,7 +282,9 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
   int32_t items = args.num_rows;
   if (plan.lora) {
     plan.stride = shrunk_stride(args.lora->max_rank);
-    items += args.lora->num_rows * plan.num_parts * ceil_div(args.lora->max_rank, kTileRanks);
+    // Few rows are handed out one by one, so that every worker has some.
+    plan.item_rows = args.lora->num_rows >= 16 * stream.num_threads() ? 2 * kLoraRows : 1;
+    items += ceil_div(args.lora->num_rows, plan.item_rows) * plan.num_parts * ceil_div(args.lora->max_rank, kTileRanks);
   }
   stream.parallel_for(static_cast<size_t>(items), [&](size_t item, int worker) HWY_ATTR {
     prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));

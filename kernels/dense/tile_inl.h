@@ -14,6 +14,7 @@
 #include <atomic>
 #include <type_traits>
 
+#include "kernels/base/read_spans.h"
 #include "kernels/base/stream.h"
 #include "kernels/dense/outer_inl.h"
 
@@ -49,6 +50,7 @@ struct TileWeights {
   StoredRows rows[2];
   int32_t matrices = 0;
   int32_t count = 0;
+  const ReadSpans* beside = nullptr;  // may be null
 };
 
 // Outputs of a tile, of each matrix: a multiple of 8, so that tiles meet the cores of LoRA's B. By classes as many as
@@ -108,16 +110,29 @@ struct Panel {
   int32_t count;
 };
 
-// Brings the next tile into L2, a few lines at a time in about `calls` steps.
+// Brings the next tile, and what it has beside, into L2, a few lines at a time in about `calls` steps.
 class Prefetcher {
  public:
-  // Where rows of a matrix have gaps, the other matrix lies in them.
+  // Where rows of a matrix have gaps, the other matrix lies in them. row_bytes == 0: the weights come another way.
   Prefetcher(const TileWeights& tile, int64_t row_bytes, int64_t calls)
       : tile_(tile),
-        matrices_(tile.rows[0].stride > row_bytes ? std::min(tile.matrices, 1) : tile.matrices),
+        matrices_(row_bytes == 0                       ? 0
+                  : tile.rows[0].stride > row_bytes ? std::min(tile.matrices, 1)
+                                                    : tile.matrices),
         bytes_(tile.count * tile.rows[0].stride),
-        lines_(matrices_ * bytes_ / 64 / calls + 1) {}
+        lines_(matrices_ * bytes_ / 64 / calls + 1),
+        spans_(tile.beside != nullptr ? tile.beside->spans : nullptr),
+        spans_end_(tile.beside != nullptr ? spans_ + tile.beside->count : nullptr),
+        span_lines_(tile.beside != nullptr ? tile.beside->num_bytes / 64 / calls + 1 : 0) {}
   HWY_INLINE void step() {
+    for (int64_t line = 0; line < span_lines_ && spans_ != spans_end_; ++line) {
+      __builtin_prefetch(spans_->first + span_at_, 0, 2);
+      span_at_ += 64;
+      if (span_at_ >= spans_->bytes) {
+        span_at_ = 0;
+        ++spans_;
+      }
+    }
     for (int64_t line = 0; line < lines_ && matrix_ < matrices_; ++line) {
       __builtin_prefetch(tile_.rows[matrix_].first + at_, 0, 2);
       at_ += 64;
@@ -134,6 +149,10 @@ class Prefetcher {
   int32_t matrices_;
   int64_t bytes_;
   int64_t lines_;
+  const ReadSpans::Span* spans_;
+  const ReadSpans::Span* spans_end_;
+  int64_t span_lines_;
+  int32_t span_at_ = 0;
   int64_t at_ = 0;
   int32_t matrix_ = 0;
 };
@@ -193,9 +212,7 @@ HWY_INLINE void sum_rows(const DotTile& tile, const float* const* x, int32_t row
       const bool more = g + 1 < groups.count || ahead == nullptr;
       const StoredRows following = more ? stored.from<kStored>(kGroup, 0) : *ahead;
       float* const widened = tile.widened + (g * vectors + at / kLanes) * kGroup * kLanes;
-      if constexpr (kSource != Source::kInPlace) {
-        next.step();
-      }
+      next.step();
       for (int32_t p = 0; p < panels; ++p) {
         const Panel panel(p, rows);
         const float* panel_x[kPanel];
@@ -318,8 +335,9 @@ HWY_INLINE void run_tile(const TileWeights& w, const TileRows& rows, int32_t k, 
   constexpr int kMost = kStored == Stored::kMxfp4 ? kInPlaceMxfp4 : kInPlaceRows;
   const bool in_place = rows.count <= kMost || widened_bytes > static_cast<int64_t>(kWidenedBytes);
   const int64_t panels = Panel::ceil_panels(rows.count) * ((k + kSlice - 1) / kSlice);
-  Prefetcher next(next_tile, stored_bytes(kStored, k),
-                  panels * (rows.by_classes ? kLanes : Groups(w.count).count * w.matrices));
+  const int64_t groups = Groups(w.count).count * w.matrices;
+  Prefetcher next(next_tile, in_place ? 0 : stored_bytes(kStored, k),
+                  in_place ? groups : panels * (rows.by_classes ? kLanes : groups));
   const int32_t most = rows.by_classes ? kTileRows : kDotRows;
   const int32_t blocks = (rows.count + most - 1) / most;
   for (int32_t b = 0; b < blocks; ++b) {

@@ -210,4 +210,13 @@ struct LoraBatch {
   }
 };
 
+// What the next op with adapters will shrink with: an op of the CPU may bring those matrices nearer while it
+// multiplies. It changes no result.
+struct LoraAhead {
+  const LoraBatch* lora = nullptr;  // null: nothing
+  int32_t layer = 0;
+  LoraModule modules[3] = {LoraModule::kNone, LoraModule::kNone, LoraModule::kNone};
+  int32_t k = 0;
+};
+
 }  // namespace moelora

@@ -20,6 +20,7 @@ struct MoeDownArgs {
   Rows out;                      // [T * K, H], sorted order
   std::byte* scratch = nullptr;  // >= linear_scratch_bytes(T * K, I, lora pairs, max_rank); CUDA may use more of it
   size_t scratch_bytes = 0;
+  LoraAhead ahead;
 };
 
 void moe_down_cpu(const MoeDownArgs& args, Stream& stream);  // reference

@@ -49,17 +49,23 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.down.cols;
   const ExpertWeights* const matrices[1] = {&args.down};
-  const auto run = [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
+  const int32_t tiles = ceil_div(args.down.rows, plan.outputs);
+  const int32_t tickets = active_experts(begin, args.num_experts) * tiles;
+  const auto run = [&](int32_t ticket, int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile,
+                       int worker) HWY_ATTR {
     const int32_t n = tile * plan.outputs;
     const TileWeights weights = expert_tile(matrices, 1, expert, n, plan.outputs);
-    const TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
+    TileWeights ahead = expert_tile(matrices, 1, next_expert, next_tile * plan.outputs, plan.outputs);
+    ReadSpans beside;
+    add_shrinks_ahead(args.ahead, ticket, tickets, beside);
+    ahead.beside = &beside;
     const int32_t outputs = weights.count;
     const TileRows rows{plan.packed, padded_k(k),   plan.by_classes,
                         nullptr,     begin[expert], begin[expert + 1] - begin[expert]};
     const auto finish = [&](int32_t first, int32_t count, float* const* sums) HWY_ATTR {
       const int32_t pair = begin[expert] + first;
       if (plan.lora.batch != nullptr) {
-        expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, n, outputs, pair, count, sums[0]);
+        expand_pairs(plan.lora, args.order, ExpertModule::kDown, 0, args.down.rows, n, outputs, pair, count, sums[0]);
       }
       add_bias(args.down, expert, n, outputs, count, sums[0]);
       for (int32_t r = 0; r < count; ++r) {
@@ -69,7 +75,7 @@ void run_tiles(const DownPlan& plan, Stream& stream) {
     };
     run_expert_tile(args.down, weights, rows, ahead, stream.scratch(worker), finish);
   };
-  for_each_expert_tile(stream, begin, args.num_experts, ceil_div(args.down.rows, plan.outputs), run);
+  for_each_expert_tile(stream, begin, args.num_experts, tiles, run);
 }
 
 }  // namespace

@@ -61,7 +61,8 @@ void run_tiles(const GateUpPlan& plan, Stream& stream) {
   const int32_t* begin = args.order.expert_begin;
   const int32_t k = args.gate.cols;
   const ExpertWeights* const matrices[2] = {&args.gate, &args.up};
-  const auto run = [&](int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile, int worker) HWY_ATTR {
+  const auto run = [&](int32_t /*ticket*/, int32_t expert, int32_t tile, int32_t next_expert, int32_t next_tile,
+                       int worker) HWY_ATTR {
     const int32_t n = tile * plan.outputs;
     const TileWeights weights = expert_tile(matrices, 2, expert, n, plan.outputs);
     const TileWeights ahead = expert_tile(matrices, 2, next_expert, next_tile * plan.outputs, plan.outputs);
@@ -72,7 +73,7 @@ void run_tiles(const GateUpPlan& plan, Stream& stream) {
       const int32_t pair = begin[expert] + first;
       for (int32_t set = 0; set < 2; ++set) {
         if (plan.lora.batch != nullptr) {
-          expand_pairs(plan.lora, args.order, kModules[set], set, n, outputs, pair, count, sums[set]);
+          expand_pairs(plan.lora, args.order, kModules[set], set, args.gate.rows, n, outputs, pair, count, sums[set]);
         }
         add_bias(*matrices[set], expert, n, outputs, count, sums[set]);
       }

@@ -89,26 +89,35 @@ HWY_INLINE void shrink_pair(const ExpertLora& lora, int32_t index, ExpertModule 
   if (record == nullptr || panel * kTileRanks >= record->rank) {
     return;
   }
-  shrink_panel(lora.batch->table, span.slot, *record, panel, x(span.begin + index - span.first), k,
-               lora.row(set, index));
+  const float* const from = x(span.begin + index - span.first);
+  float* const to = lora.row(set, index) + panel * kTileRanks;
+  shrink_panel(lora.batch->table, span.slot, *record, panel, &from, 1, k, &to);
 }
 
-// Adds the deltas of `count` pairs from `first` on to a tile of `outputs` sums from output n on.
-HWY_INLINE void expand_pairs(const ExpertLora& lora, const MoeOrder& order, ExpertModule module, int32_t set, int32_t n,
-                             int32_t outputs, int32_t first, int32_t count, float* sums) {
+// Adds the deltas of `count` pairs from `first` on to a tile of `outputs` sums from output n of `width` on.
+HWY_INLINE void expand_pairs(const ExpertLora& lora, const MoeOrder& order, ExpertModule module, int32_t set,
+                             int32_t width, int32_t n, int32_t outputs, int32_t first, int32_t count, float* sums) {
   for (int32_t s = span_at(lora, first); s < lora.num_spans && lora.spans[s].begin < first + count; ++s) {
     const LoraSpan& span = lora.spans[s];
     const LoraRecord* record = lora.batch->table.expert(span.slot, lora.layer, span.expert, module);
     if (record == nullptr) {
       continue;
     }
-    for (int32_t pair = std::max(span.begin, first); pair < std::min(span.end, first + count); ++pair) {
-      const float scale = lora.batch->row_scale[order.pair_row[pair]] * record->scale;
-      if (scale == 0.0f) {
-        continue;
+    const Granules b = granules_of_b(lora.batch->table, span.slot, *record, width);
+    const int32_t end = std::min(span.end, first + count);
+    for (int32_t pair = std::max(span.begin, first); pair < end;) {
+      LoraSums rows[kLoraRows];
+      int32_t num_rows = 0;
+      for (; pair < end && num_rows < kLoraRows; ++pair) {
+        const float scale = lora.batch->row_scale[order.pair_row[pair]] * record->scale;
+        if (scale != 0.0f) {
+          rows[num_rows++] = {lora.row(set, span.first + pair - span.begin), sums + (pair - first) * kTileOutputs,
+                              scale};
+        }
       }
-      expand_add(lora.batch->table, span.slot, *record, scale, lora.row(set, span.first + pair - span.begin), n,
-                 outputs, sums + (pair - first) * kTileOutputs);
+      if (num_rows > 0) {
+        expand_add(lora.batch->table, span.slot, *record, b, rows, num_rows, n, outputs);
+      }
     }
   }
 }
@@ -197,7 +206,7 @@ HWY_INLINE void add_bias(const ExpertWeights& weights, int32_t expert, int32_t n
   }
 }
 
-// task(expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
+// task(ticket, expert, tile, next expert or -1, next tile, worker) for every tile of every expert that has pairs.
 template <class Task>
 void for_each_expert_tile(Stream& stream, const int32_t* expert_begin, int32_t num_experts, int32_t tiles,
                           const Task& task) {
@@ -215,8 +224,8 @@ void for_each_expert_tile(Stream& stream, const int32_t* expert_begin, int32_t n
       if (next < tickets) {
         there.seek(expert_begin, tiles, next);
       }
-      task(here.expert, ticket - here.first_ticket, next < tickets ? there.expert : -1, next - there.first_ticket,
-           worker);
+      task(ticket, here.expert, ticket - here.first_ticket, next < tickets ? there.expert : -1,
+           next - there.first_ticket, worker);
       here = there;
       ticket = next;
     }

@@ -11,7 +11,7 @@
 namespace moelora {
 namespace {
 
-// A chunk takes about 0.15 ms on the bus of a GPU; on the CPU it should stay in a core's cache.
+// A chunk takes about 0.15 ms on the bus of a GPU; on the CPU it is what an upload that is given up still copies.
 constexpr int64_t kChunkBytesGpu = int64_t{8} << 20;
 constexpr int64_t kChunkBytesHost = int64_t{1} << 20;
 // One core copies slower than the bus. On the CPU the steps need the cores.
@@ -29,7 +29,7 @@ int64_t chunk_bytes_of(int64_t page_bytes, bool is_host) {
 }  // namespace
 
 uint64_t AdapterUploader::staging_bytes(int64_t page_bytes, bool is_host) {
-  return kNumChunks * static_cast<uint64_t>(chunk_bytes_of(page_bytes, is_host));
+  return is_host ? 0 : kNumChunks * static_cast<uint64_t>(chunk_bytes_of(page_bytes, is_host));
 }
 
 AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Kernels& kernels,
@@ -45,9 +45,12 @@ AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Ker
   for (Chunk& chunk : chunks_) {
     chunk.fence = device.create_fence();
   }
-  staging_ = device.allocate_staging(kNumChunks * static_cast<size_t>(chunk_bytes_), "staging of adapters");
-  for (size_t i = 0; i < kNumChunks; ++i) {
-    chunks_[i].memory = staging_ + i * static_cast<size_t>(chunk_bytes_);
+  const uint64_t bytes = staging_bytes(pool.page_bytes(), device.is_host());
+  if (bytes > 0) {
+    staging_ = device.allocate_staging(bytes, "staging of adapters");
+    for (size_t i = 0; i < kNumChunks; ++i) {
+      chunks_[i].memory = staging_ + i * static_cast<size_t>(chunk_bytes_);
+    }
   }
   for (size_t i = 0; i < kMaxUploads; ++i) {
     ring_[i] = &entries_[i];
@@ -55,14 +58,20 @@ AdapterUploader::AdapterUploader(const PagePool& pool, Device& device, const Ker
   try {
     thread_ = start_thread([this] { run(); });
   } catch (...) {
-    device.release_staging(staging_, kNumChunks * static_cast<size_t>(chunk_bytes_));
+    release_staging();
     throw;
   }
 }
 
 AdapterUploader::~AdapterUploader() {
   stop();
-  device_.release_staging(staging_, kNumChunks * static_cast<size_t>(chunk_bytes_));
+  release_staging();
+}
+
+void AdapterUploader::release_staging() {
+  if (staging_ != nullptr) {
+    device_.release_staging(staging_, kNumChunks * static_cast<size_t>(chunk_bytes_));
+  }
 }
 
 void AdapterUploader::stop() {
@@ -235,9 +244,13 @@ bool AdapterUploader::copy(Entry& entry) {
       const auto begun = std::chrono::steady_clock::now();
       const Chunk& chunk = chunks_[num_chunks_++ % kNumChunks];
       chunk.fence->wait();
-      fill(chunk.memory, upload.image->stream.data() + at, count);
+      const std::byte* source = upload.image->stream.data() + at;
+      if (chunk.memory != nullptr) {
+        fill(chunk.memory, source, count);
+        source = chunk.memory;
+      }
       const PageId* pages = upload.pages + at / pool_.page_bytes();
-      kernels_.write_pages({pool_.base(), pool_.page_bytes(), chunk.memory, count, pages}, *stream_);
+      kernels_.write_pages({pool_.base(), pool_.page_bytes(), source, count, pages}, *stream_);
       chunk.fence->record(*stream_);
       entry.num_copied += count;
       if (upload.bytes != nullptr) {

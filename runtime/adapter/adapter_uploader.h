@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies images to the device beside the steps: a thread of its own moves a stream chunk by chunk into a small ring of
 // page-locked memory and queues each chunk on the device's copy stream, so that the engine thread neither copies nor
-// waits. A stream that is still being made is copied as it grows. Uploads run one after the other, in the order of
-// `add`, but one whose stream has to grow first lets the others pass. Memory for all of it is taken at construction.
+// waits. On the CPU chunks go from the stream to their pages at once. A stream that is still being made is copied as it
+// grows. Uploads run one after the other, in the order of `add`, but one whose stream has to grow first lets the others
+// pass. Memory for all of it is taken at construction.
 // AdapterCache is the only caller, on the engine thread.
 #pragma once
 
@@ -46,7 +47,7 @@ class AdapterUploader {
   AdapterUploader(const AdapterUploader&) = delete;
   AdapterUploader& operator=(const AdapterUploader&) = delete;
 
-  // Host memory of the ring.
+  // Host memory of the ring; none on the CPU.
   [[nodiscard]] static uint64_t staging_bytes(int64_t page_bytes, bool is_host);
 
   [[nodiscard]] bool is_full() const {
@@ -69,7 +70,7 @@ class AdapterUploader {
  private:
   static constexpr size_t kNumChunks = 3;  // one is filled while one is on its way, and one to spare
   struct Chunk {
-    std::byte* memory = nullptr;
+    std::byte* memory = nullptr;  // null: none is needed
     std::unique_ptr<Fence> fence;
   };
   // An upload that has begun or waits.
@@ -90,6 +91,7 @@ class AdapterUploader {
   // Throws if the upload was given up or the uploader stopped, also while it waits for the time that the rate allows.
   void wait_for_turn(const Entry& entry);
   void fill(std::byte* to, const std::byte* from, int64_t bytes);
+  void release_staging();
 
   const PagePool& pool_;
   Device& device_;

@@ -79,7 +79,7 @@ void Engine::Parts::size_up() {
   info.max_num_sequences = static_cast<int32_t>(options.max_num_sequences);
   info.max_batch_tokens = plan_batch_tokens(options);
   info.kv_block_tokens = static_cast<int32_t>(options.kv_block_tokens);
-  info.max_adapters_resident = static_cast<int32_t>(options.max_adapters_resident);
+  info.max_adapters_resident = plan_adapter_slots(options);
   info.max_lora_rank = static_cast<int32_t>(options.max_lora_rank);
   info.weight_bytes = weights->bytes();
 
@@ -155,8 +155,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   const int32_t rank_limit = (info.max_lora_rank + kTileRanks - 1) / kTileRanks * kTileRanks;
   workspace =
       std::make_unique<Workspace>(config, WorkspaceLimits{info.max_batch_tokens, logit_rows, rank_limit}, *device);
-  info.workspace_bytes =
-      workspace->bytes() + (device->is_host() ? AdapterUploader::staging_bytes(info.page_bytes, true) : 0);
+  info.workspace_bytes = workspace->bytes();
   const uint64_t free_bytes = device->is_host() ? host_resources().memory_free_bytes : device->info().memory_free_bytes;
   info.num_pages = plan_pool_pages(options, geometry, info.max_context_tokens, free_bytes);
   info.pool_bytes = static_cast<uint64_t>(info.num_pages * info.page_bytes);

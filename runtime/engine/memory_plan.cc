@@ -71,6 +71,15 @@ int32_t plan_batch_tokens(const EngineOptions& options) {
   return static_cast<int32_t>(std::max(rows, options.max_num_sequences));
 }
 
+int32_t plan_adapter_slots(const EngineOptions& options) {
+  if (options.max_adapters_resident > 0) {
+    return static_cast<int32_t>(options.max_adapters_resident);
+  }
+  // With fewer, whoever waits could get its adapter only after one that runs has ended, and its row would stay empty
+  // for the steps of the load.
+  return static_cast<int32_t>(std::max<int64_t>(64, options.max_num_sequences + options.prefetch_requests));
+}
+
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config) {
   if (options.max_context_tokens == 0) {
     return config.max_position;
@@ -142,7 +151,6 @@ MemoryPlan plan_memory(const EngineOptions& options, const ModelConfig& config, 
                                                  static_cast<int32_t>(options.kv_block_tokens), plan_kv_dtype(options));
   const auto page_bytes = static_cast<uint64_t>(geometry.page_bytes);
   plan.staging_bytes = AdapterUploader::staging_bytes(geometry.page_bytes, !is_cuda(options));
-  plan.workspace_bytes += is_cuda(options) ? 0 : plan.staging_bytes;
   // A GPU's pool comes after weights and workspace; the CPU's weights are a mapped file.
   const uint64_t before = is_cuda(options) ? plan.weight_bytes + plan.workspace_bytes : 0;
   const uint64_t left_for_pool = plan.available_bytes - std::min(plan.available_bytes, before);

@@ -13,8 +13,8 @@ namespace moelora {
 
 struct MemoryPlan {
   uint64_t weight_bytes = 0;
-  uint64_t workspace_bytes = 0;  // on the CPU with staging_bytes
-  uint64_t staging_bytes = 0;    // of adapters on their way to the device: host memory, page-locked for a GPU
+  uint64_t workspace_bytes = 0;
+  uint64_t staging_bytes = 0;  // of adapters on their way to a GPU: host memory, page-locked
   uint64_t pool_bytes = 0;
   uint64_t kv_bytes_per_token = 0;
   uint64_t kv_bytes_full_context = 0;
@@ -34,6 +34,7 @@ bool is_cuda(const EngineOptions& options);
 size_t cuda_index(const EngineOptions& options);  // N of "cuda:N", 0 of "cuda"
 Dtype plan_kv_dtype(const EngineOptions& options);
 int32_t plan_batch_tokens(const EngineOptions& options);
+int32_t plan_adapter_slots(const EngineOptions& options);
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config);
 // Bytes of an adapter's stream of one rank, bf16, on q, k, v, o and on every expert (dense models: the MLP).
 uint64_t adapter_stream_bytes(const ModelConfig& config, int32_t rank);

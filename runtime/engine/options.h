@@ -43,7 +43,7 @@ struct EngineOptions {
   int64_t device_memory_bytes = 0;        // page pool, KV and adapters together; 0 = from the fraction
   double device_memory_fraction = 0.0;    // of free memory at creation; 0 = 0.25 on the CPU, 0.9 on a GPU
   int64_t host_memory_bytes = 0;          // host copies of adapters; 0 = no bound
-  int64_t max_adapters_resident = 64;
+  int64_t max_adapters_resident = 0;
   int64_t upload_bytes_per_second = 0;  // of adapters to the device; 0 = as fast as it goes
   int64_t max_lora_rank = 256;
   int64_t kv_block_tokens = 16;

@@ -27,6 +27,12 @@ void Model::attend(const ForwardInput& input, int32_t layer, const RopeKvWriteAr
   kernels_.paged_attention(attention, stream);
 }
 
+LoraAhead Model::attention_ahead(const ForwardInput& input, int32_t layer) const {
+  return layer < config_.num_layers
+             ? ahead(input, layer, {LoraModule::kQ, LoraModule::kK, LoraModule::kV}, config_.hidden_size)
+             : LoraAhead();
+}
+
 void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const {
   const LayerWeights& weights = weights_.layers[static_cast<size_t>(layer)];
   const int32_t q_width = config_.num_heads * config_.head_dim;
@@ -48,6 +54,7 @@ void Model::attention_block(const ForwardInput& input, int32_t layer, Workspace&
   qkv.parts[0] = {weights.q, weights.q_bias, workspace.q, adapted(input, LoraModule::kQ)};
   qkv.parts[1] = {weights.k, weights.k_bias, workspace.k, adapted(input, LoraModule::kK)};
   qkv.parts[2] = {weights.v, weights.v_bias, workspace.v, adapted(input, LoraModule::kV)};
+  qkv.ahead = ahead(input, layer, {LoraModule::kO}, q_width);
   kernels_.linear(qkv, stream);
 
   if (config_.qk_norm == QkNorm::kFull) {  // OLMoE: over the whole projected vector, before heads exist

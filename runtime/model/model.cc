@@ -7,6 +7,18 @@ LoraModule Model::adapted(const ForwardInput& input, LoraModule module) {
   return input.lora != nullptr && input.lora->adapts(module) ? module : LoraModule::kNone;
 }
 
+LoraAhead Model::ahead(const ForwardInput& input, int32_t layer, std::initializer_list<LoraModule> modules, int32_t k) {
+  LoraAhead ahead;
+  ahead.layer = layer;
+  ahead.k = k;
+  size_t i = 0;
+  for (const LoraModule module : modules) {
+    ahead.modules[i] = adapted(input, module);
+    ahead.lora = ahead.modules[i++] != LoraModule::kNone ? input.lora : ahead.lora;
+  }
+  return ahead;
+}
+
 LinearArgs Model::linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
                               Workspace& workspace) const {
   LinearArgs args;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "kernels/kernels.h"
 #include "runtime/model/config.h"
@@ -48,6 +49,10 @@ class Model {
   void moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspace, Stream& stream) const;
   // The module if an adapter of the batch may have it.
   [[nodiscard]] static LoraModule adapted(const ForwardInput& input, LoraModule module);
+  // What a later op with adapters shrinks with (LinearArgs::ahead): linears of `layer` with k inputs.
+  [[nodiscard]] static LoraAhead ahead(const ForwardInput& input, int32_t layer,
+                                       std::initializer_list<LoraModule> modules, int32_t k);
+  [[nodiscard]] LoraAhead attention_ahead(const ForwardInput& input, int32_t layer) const;  // of q, k and v, if any
   [[nodiscard]] LinearArgs linear_args(const ForwardInput& input, int32_t layer, const Rows& x, int32_t k,
                                        Workspace& workspace) const;
 

@@ -48,6 +48,7 @@ void Model::dense_mlp(const ForwardInput& input, int32_t layer, Workspace& works
   down.num_parts = 1;
   down.parts[0] = {weights.down, weights.down_bias, workspace.hidden, adapted(input, LoraModule::kDown)};
   down.accumulate = true;
+  down.ahead = attention_ahead(input, layer + 1);
   kernels_.linear(down, stream);
 }
 
@@ -109,7 +110,6 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   gate_up.scratch = workspace.scratch;
   gate_up.scratch_bytes = workspace.scratch_bytes;
   kernels_.moe_gate_up(gate_up, stream);
-
   MoeDownArgs down;
   down.act = workspace.expert_act;
   down.down = weights.expert_down;
@@ -119,6 +119,7 @@ void Model::moe_mlp(const ForwardInput& input, int32_t layer, Workspace& workspa
   down.num_experts = config_.num_experts;
   down.layer = layer;
   down.lora = expert_lora(input);
+  down.ahead = attention_ahead(input, layer + 1);
   down.compute = compute_;
   down.out = workspace.expert_out;
   down.scratch = workspace.scratch;
