@@ -10,13 +10,13 @@
 // a block meets few of them: deltas of up to 8 rows of one adapter are one product on the tensor cores, in which no
 // other row takes part (kernels/lora/lora_expand.cuh). The warps that looked the adapters up compute those of the first
 // few groups while weights stream, the others follow while the sums of the other blocks arrive.
-// Limited by what a multiprocessor takes in: each weight is read once, x once for each tile, from the L2. H200, 64 rows,
-// six layers of gpt-oss's shape as one graph: 1,515 us, by tiles of 128 outputs alone 1,556; with 8 adapters 1,909 and
-// 1,944, and 1,976 where the clusters of q, k, v took two turns. Tried: with adapters, this kernel begun before x is
-// there and x read when the shrink has ended, 1,946 us for 1,939. Before that, o of gpt-oss's shape 16.0 us alone, q k v
-// 22.4, q k v of Qwen3-30B-A3B's shape 14.4, o 14.0: with both operands copied by warps (cp.async), wgmma with the
-// weights in registers, a token's deltas by one warp 20.1, 22.5, 18.4 and 16.6. For 1 row linear_skinny.cuh is faster: q
-// k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us against 13.4 and 12.0 with tiles of 8 rows. Included by
+// Limited by what a multiprocessor takes in: each weight is read once, x once for each tile, from the L2. H200, 64
+// rows, six layers of gpt-oss's shape as one graph: 1,515 us, by tiles of 128 outputs alone 1,556; with 8 adapters
+// 1,909 and 1,944, and 1,976 where the clusters of q, k, v took two turns. Tried: with adapters, this kernel begun
+// before x is there and x read when the shrink has ended, 1,946 us for 1,939. Before that, o of gpt-oss's shape 16.0 us
+// alone, q k v 22.4, q k v of Qwen3-30B-A3B's shape 14.4, o 14.0: with both operands copied by warps (cp.async), wgmma
+// with the weights in registers, a token's deltas by one warp 20.1, 22.5, 18.4 and 16.6. For 1 row linear_skinny.cuh is
+// faster: q k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us against 13.4 and 12.0 with tiles of 8 rows. Included by
 // linear_cuda.cu.
 #pragma once
 
@@ -444,8 +444,8 @@ struct StreamCut {
   int cost = 0;
 };
 // The cheapest cut of `tiles`. The cost is in KiB that a multiprocessor moves, about 50 a microsecond: of what a block
-// does once x is there. From x to its outputs it takes 5 us besides; it brings x, and the weights that its ring does not
-// hold before that. Blocks that wait for others to end start with an empty ring.
+// does once x is there. From x to its outputs it takes 5 us besides; it brings x, and the weights that its ring does
+// not hold before that. Blocks that wait for others to end start with an empty ring.
 template <class Tile>
 StreamCut stream_cut(int tiles, int blocks, const std::array<int, kStreamCluster + 1>& at_once) {
   constexpr int kFixed = 250;

@@ -6,21 +6,22 @@
 // Weights and tokens come through one ring of stages of 4 blocks of 64 inputs in shared memory, filled by four warps
 // with bulk copies, which run ahead across rounds and experts. Two warps share a strip and take every other stage each;
 // at the end of a round the one whose stages end first adds the deltas, gives its sums to the other and goes on, the
-// other finishes the strip. What a warp loads of the tokens serves both tiles of its strip, and of a whole stage nothing
-// branches. A token's bits do not depend on what else is in the batch.
-// H200, gpt-oss's shape, 64 rows, gate_up and down alone: 32 experts 88 and 45 us (283 and 142 MB), 25 experts of unequal
-// numbers of tokens 84 and 49 (221 and 111 MB); reading alone takes 62, 33, 49 and 26. Of up to 8 tokens an expert
-// rounds run at the pace of memory; of more, instructions count: 60 a row tile and block of up to 8 tokens, 65 of up to
-// 16. Before, 107, 60, 101 and 61 us: the ring at a multiple of 16 bytes alone (a quarter more asked of the L2, its tags
-// 75 % busy; aligned alone 101, 54, 90 and 55), warps that met at the end of each round (2 us of 14), shares cut at any
-// row tile (a round of 10 takes as long as one of 16), 32 tokens' products for 17. What is left: 3 us until the first
-// stage is there, and blocks that end 10 us after the median, by half a group more and by experts of many tokens.
+// other finishes the strip. What a warp loads of the tokens serves both tiles of its strip, and of a whole stage
+// nothing branches. A token's bits do not depend on what else is in the batch.
+// H200, gpt-oss's shape, 64 rows, gate_up and down alone: 32 experts 88 and 45 us (283 and 142 MB), 25 experts of
+// unequal numbers of tokens 84 and 49 (221 and 111 MB); reading alone takes 62, 33, 49 and 26. Of up to 8 tokens an
+// expert rounds run at the pace of memory; of more, instructions count: 60 a row tile and block of up to 8 tokens, 65
+// of up to 16. Before, 107, 60, 101 and 61 us: the ring at a multiple of 16 bytes alone (a quarter more asked of the
+// L2, its tags 75 % busy; aligned alone 101, 54, 90 and 55), warps that met at the end of each round (2 us of 14),
+// shares cut at any row tile (a round of 10 takes as long as one of 16), 32 tokens' products for 17. What is left: 3 us
+// until the first stage is there, and blocks that end 10 us after the median, by half a group more and by experts of
+// many tokens.
 // Tried: stages filled by cp.async, 98, 57, 104 and 62 us; half of the inner loop, the same.
-// Tried beside the kernel before these (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in registers,
-// 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row tiles, whatever the
-// experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in expert_few.cuh (16 warps;
-// a step of six layers 1,757 us, that one 1,721; with 8 adapters 2,427, that one 2,437). Fewer tokens an expert are
-// faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k.
+// Tried beside the kernel before these (then 96 us, expert_decode.cuh 104): the products by wgmma, weights in
+// registers, 209 us; each warp copying its own weights by cp.async, 106 us; shares of equal numbers of row tiles,
+// whatever the experts' tokens, 133 us; ranges of k a warp, the tokens of up to 16 rows in registers as in
+// expert_few.cuh (16 warps; a step of six layers 1,757 us, that one 1,721; with 8 adapters 2,427, that one 2,437).
+// Fewer tokens an expert are faster by expert_decode.cuh (8 rows: 43 us against 47), which cuts k.
 #pragma once
 
 #include <algorithm>

@@ -112,8 +112,8 @@ __device__ __forceinline__ float4 unpack4(const uint2& v) {
           __uint_as_float(v.y & 0xffff0000u)};
 }
 
-// Where the results of choices [first, first + BATCH) are, as far as there are, and their weights. What is loaded passes
-// the L1, which may hold what the same arrays said a layer ago.
+// Where the results of choices [first, first + BATCH) are, as far as there are, and their weights. What is loaded
+// passes the L1, which may hold what the same arrays said a layer ago.
 template <int BATCH>
 struct Choices {
   int position[BATCH];
