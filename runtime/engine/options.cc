@@ -51,7 +51,7 @@ std::vector<Row> scheduler_rows() {
       {{"swap_memory_bytes", kInt, "0",
         "Host memory for the KV of preempted requests, where copying is cheaper than computing again; 0 = never."},
        &O::swap_memory_bytes, 0, static_cast<double>(kNoLimit)},
-      {{"max_loads_per_step", kInt, "16", "Copies of adapters to the device that a step may begin."},
+      {{"max_loads_per_step", kInt, "32", "Copies of adapters to the device that a step may begin."},
        &O::max_loads_per_step, 1, 65536},
   };
   // clang-format on

@@ -54,7 +54,7 @@ struct EngineOptions {
   int64_t prefetch_requests = 16;           // of those who wait; their adapters come ahead
   std::string fairness = "arrival";         // arrival | adapter
   int64_t max_overtaking_steps = 256;       // before one that lacks a slot or pages
-  int64_t max_loads_per_step = 16;          // of adapters, begun
+  int64_t max_loads_per_step = 32;          // of adapters, begun
   int64_t swap_memory_bytes = 0;            // host copies of preempted sequences' KV; 0 = never
   bool early_refusal = false;               // end requests early whose deadline cannot be met
   int64_t max_context_tokens = 0;           // 0 = the model's
