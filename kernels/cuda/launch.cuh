@@ -7,7 +7,8 @@
 //   - Every such kernel calls wait_for_previous() in all of its blocks, before it reads what earlier kernels wrote and
 //     before it writes anything. Then the end of a kernel means that all older ones have ended, too.
 //   - A kernel may read before its wait only what was complete before the kernel ahead of it passed its own wait, if
-//     that one passes its wait before it calls let_next_start(). Only ops that launch both may rely on that.
+//     that one passes its wait before it calls let_next_start(). An op that relies on another op for that says so at
+//     its arguments (moe_down.h, moe_combine.h).
 //   - What was complete before the first kernel of a step, which is a plain launch, can always be read: what the host
 //     wrote or copied (weights, positions, block tables), adapters and their records, K and V of earlier steps.
 // Kernels of plain launches wait for the end of everything older.

@@ -290,10 +290,9 @@ __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& w
         y[2] += values[i][block].z, y[3] += values[i][block].w;
       }
       const int n = work.n0 + at[i].column;
-      if (lora && shared.tokens[at[i].index].rank != 0 &&
-          shared.tokens[at[i].index].scale != 0.0f) {
-        add_delta(p, shared.tokens[at[i].index], deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column, n,
-                  at[i].exist, y);
+      const LoraToken& token = shared.tokens[at[i].index];
+      if (lora && token.rank != 0 && token.scale != 0.0f) {
+        add_delta(p, token, deltas + at[i].index * Tile::SUMS_STRIDE + at[i].column, n, at[i].exist, y);
       }
       if (part.bias != nullptr) {
         bias[i].add_to(y, part.bias_f32);

@@ -55,7 +55,7 @@ struct Unit {
 struct Shared {
   ClusterBarrier full;  // the sums of all blocks have come
   ClusterBarrier free;  // all blocks have read theirs
-  int num_units;  // of the table
+  int num_units;        // of the table
   Unit units[kUnits];
   int rows[kUnits][kTokens];  // of the first tokens of each unit; -1 = none
   float row_scale[kUnits][kTokens];

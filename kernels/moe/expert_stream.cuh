@@ -255,18 +255,18 @@ __device__ __forceinline__ void fill(const ExpertGemm& p, Shared& shared, std::b
     };
     const uint2 weight_bytes = sum_of(false);
     const uint2 token_bytes = sum_of(true);
-    const int stages_left = stages_of(p);
+    const int num_stages = stages_of(p);
     const auto copy = [&](int nth, int stage) {
-      const bool last = nth == stages_left - 1;
+      const bool last = nth == num_stages - 1;
       bulk_copy(stages + stage * kStageBytes + part.to, part.from + static_cast<int64_t>(nth) * part.bytes,
                 last ? part.last_bytes : part.bytes, &shared.full[stage]);
     };
     int early = 0;  // stages whose weights are on their way
     if (TOKENS_LATE && first_round) {
-      early = min(stages_left, kStages);
+      early = min(num_stages, kStages);
       for (int nth = 0; nth < early; ++nth) {
         if (lane_index() == 0) {
-          mbarrier_expect(&shared.full[nth], nth < stages_left - 1 ? weight_bytes.x : weight_bytes.y);
+          mbarrier_expect(&shared.full[nth], nth < num_stages - 1 ? weight_bytes.x : weight_bytes.y);
         }
         __syncwarp();
         if (part.from != nullptr && !part.is_token) {
@@ -277,10 +277,10 @@ __device__ __forceinline__ void fill(const ExpertGemm& p, Shared& shared, std::b
       let_next_start();
       first_round = false;
     }
-    for (int nth = 0; nth < stages_left; ++nth) {
+    for (int nth = 0; nth < num_stages; ++nth) {
       mbarrier_wait(&shared.empty[at.stage], at.parity ^ 1);
       if (lane_index() == 0) {
-        const bool last = nth == stages_left - 1;
+        const bool last = nth == num_stages - 1;
         mbarrier_arrive_expect(&shared.full[at.stage], (last ? token_bytes.y : token_bytes.x) +
                                                            (nth < early ? 0 : last ? weight_bytes.y : weight_bytes.x));
       }
