@@ -22,6 +22,7 @@
 namespace moelora::linear {
 
 constexpr int kProducersMin = 8;  // fewer blocks would be late
+constexpr int kRanksAtOnce = 64;  // of a larger rank a block has several items
 // Up to so many rows an item has one of kParts parts of the inputs, and the further warp computes all deltas, a lane
 // each; of more rows everybody does (find_deltas).
 constexpr int kRowsInParts = 2;
@@ -397,7 +398,9 @@ inline bool launch_beside(const Launch& launch, const DenseShrinkArgs& shrink, s
   beside.max_rank = shrink.lora->counts + 2;
   beside.rows = shrink.lora->sorted_rows;
   beside.out = shrink.out;
-  const int wanted = beside.parts * p.num_rows * shrink.num_modules * (shrink.rank_stride / kTileRanks);  // at most
+  // One for each item of adapters of up to kRanksAtOnce.
+  const int wanted =
+      beside.parts * p.num_rows * shrink.num_modules * (std::min(shrink.rank_stride, kRanksAtOnce) / kTileRanks);
   return p.num_tiles <= state.num_sms ? launch_beside_of<kWarpsAlone>(launch, beside, wanted, state)
                                       : launch_beside_of<kWarps>(launch, beside, wanted, state);
 }

@@ -74,6 +74,7 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
     p.segment_begin = args.lora->segment_begin;
     p.segment_slot = args.lora->segment_slot;
     p.num_segments = args.lora->counts + 1;
+    p.max_rank = args.lora->counts + 2;
     p.max_segments = args.num_rows;
     p.rows = args.lora->sorted_rows;
     shrink_rows::launch<false>(p, cuda_state(stream));
@@ -100,6 +101,7 @@ void lora_shrink_experts_cuda(const ExpertShrinkArgs& args, Stream& stream) {
     p.segment_slot = args.order.segment_slot;
     p.segment_expert = args.order.segment_expert;
     p.num_segments = args.order.num_segments;
+    p.max_rank = args.lora->counts + 2;
     p.max_segments = static_cast<int>(pairs);
     p.rows = args.order.pair_row;
     p.x_by_position = args.x_sorted;

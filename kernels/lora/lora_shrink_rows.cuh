@@ -38,6 +38,7 @@ struct Params {
   const int32_t* segment_slot;
   const int32_t* segment_expert;  // experts only
   const int32_t* num_segments;
+  const int32_t* max_rank;  // of the batch's adapters, a multiple of 8
   int max_segments;
   const int32_t* rows;  // row of the batch at each position of the segments
   const float* row_scale;
@@ -48,15 +49,10 @@ struct Params {
   int held;  // blocks whose A a warp holds
 };
 
-__device__ __forceinline__ int panel_index() {
-  return static_cast<int>(blockIdx.x);
-}
-__device__ __forceinline__ int module_index() {  // of the batch's modules
-  return static_cast<int>(blockIdx.y);
-}
-
-// One panel of one adapter, and the rows that use it.
+// One panel of one adapter's module, and the rows that use it.
 struct Work {
+  int panel;
+  int module;  // of the batch's modules
   int begin;  // positions
   int end;
   int slot;
@@ -72,10 +68,14 @@ struct Tokens {
   float scale;  // of the row
 };
 
-// Segment `segment` if there is one; num_segments and the segment's entries are asked for side by side.
+// The panel, module and segment of an index, if there is such a segment; num_segments and the segment's entries are
+// asked for side by side.
 template <bool EXPERTS>
-__device__ __forceinline__ Work find_work(const Params& p, int segment, bool& ended, int4& pages) {
+__device__ __forceinline__ Work find_work(const Params& p, int index, int panels, bool& ended, int4& pages) {
   Work work;
+  work.panel = index % panels;
+  work.module = index / panels % p.num_modules;
+  const int segment = index / panels / p.num_modules;
   const int num_segments = load_now(p.num_segments);
   work.begin = load_now(p.segment_begin + segment);
   work.end = load_now(p.segment_begin + segment + 1);
@@ -86,9 +86,9 @@ __device__ __forceinline__ Work find_work(const Params& p, int segment, bool& en
   if (!ended && work.slot != 0) {
     if constexpr (EXPERTS) {
       work.record =
-          p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[module_index()]));
+          p.table.resolved_expert(work.slot, p.layer, expert, static_cast<ExpertModule>(p.modules[work.module]));
     } else {
-      work.record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[module_index()]));
+      work.record = p.table.resolved_dense(work.slot, p.layer, static_cast<LoraModule>(p.modules[work.module]));
     }
     const int4 head = __ldcg(reinterpret_cast<const int4*>(work.record));  // rank, scale, a, b
     pages = __ldcg(reinterpret_cast<const int4*>(work.record->a_pages));
@@ -118,7 +118,7 @@ __device__ __forceinline__ void load_panel(const Params& p, const Work& work, co
   unsigned long long granule = 0;  // lane i finds the i-th
   if (lane < count) {
     granule = reinterpret_cast<unsigned long long>(
-        paged_granule(p.table, work.slot, work.a, pages, panel_index() * blocks + base + lane));
+        paged_granule(p.table, work.slot, work.a, pages, work.panel * blocks + base + lane));
   }
 #pragma unroll 1
   for (int u = 0; u < count; ++u) {
@@ -204,20 +204,21 @@ __device__ __forceinline__ void shrink_tokens(const Params& p, const Work& work,
       sum += partial[w * kElements + e];
     }
     const int token = e / 64 * 8 + 2 * (lane % 4) + e / 32 % 2;
-    const int rank = panel_index() * kTileRanks + lane / 4;
+    const int rank = work.panel * kTileRanks + lane / 4;
     const int64_t row = __shfl_sync(0xffffffffu, tokens.row, token);
     const float scale = __shfl_sync(0xffffffffu, tokens.scale, token) * work.scale;
     if (token < tokens.count) {
       const int64_t at = EXPERTS ? int64_t{first} + token : row;
-      store_shrunk(p.out, EXPERTS && p.out_bf16, (at * p.num_modules + module_index()) * p.rank_stride + rank,
+      store_shrunk(p.out, EXPERTS && p.out_bf16, (at * p.num_modules + work.module) * p.rank_stride + rank,
                    rank < work.rank && scale != 0.0f ? sum * scale : 0.0f);
     }
   }
   __syncthreads();  // read before the next sums are written
 }
 
-// Grid: panels, modules, segments in turn. Dense: an eighth warp lets the next kernel start as soon as x is
-// there, whatever the others are looking up.
+// Blocks take panels of modules of segments in turn: as many panels as the batch's largest rank has, not as the largest
+// rank that there may be, so that those of all segments run at once. Dense: an eighth warp lets the next kernel start
+// as soon as x is there, whatever the others are looking up.
 template <bool EXPERTS>
 __global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint4 dynamic_shared[];
@@ -232,15 +233,17 @@ __global__ void __launch_bounds__(kThreads + 32, kBlocksPerSm) lora_shrink_rows(
   }
   std::byte* const stage = reinterpret_cast<std::byte*>(dynamic_shared) + warp * p.held * kGranuleBytes;
   const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  const int panels = load_now(p.max_rank) / kTileRanks;
+  const int count = p.max_segments * p.num_modules * panels;  // or less
 #pragma unroll 1
-  for (int segment = static_cast<int>(blockIdx.z); segment < p.max_segments; segment += static_cast<int>(gridDim.z)) {
+  for (int index = static_cast<int>(blockIdx.x); index < count; index += static_cast<int>(gridDim.x)) {
     bool ended;
     int4 pages{};
-    const Work work = find_work<EXPERTS>(p, segment, ended, pages);
+    const Work work = find_work<EXPERTS>(p, index, panels, ended, pages);
     if (ended) {
       break;
     }
-    if (panel_index() * kTileRanks >= work.rank) {
+    if (work.panel * kTileRanks >= work.rank) {
       continue;
     }
     int held = warp * blocks / kWarps;
@@ -266,13 +269,11 @@ void launch(Params& p, const CudaStream& state) {
   const int shared = kWarps * p.held * static_cast<int>(kGranuleBytes);
   check_cuda(cudaFuncSetAttribute(lora_shrink_rows<EXPERTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
              "shared memory of lora_shrink");
-  const int panels = std::max(p.rank_stride / kTileRanks, 1);
   // Dense: as many blocks as run at once, so that the next kernel need not wait for more to begin.
-  const int blocks_max = (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms;
-  const int segments = std::clamp(blocks_max / (panels * p.num_modules), 1, p.max_segments);
-  const dim3 grid(static_cast<unsigned>(panels), static_cast<unsigned>(p.num_modules), static_cast<unsigned>(segments));
-  launch_dependent(lora_shrink_rows<EXPERTS>, grid, kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared), state,
-                   p);
+  const int64_t most = int64_t{p.max_segments} * p.num_modules * (p.rank_stride / kTileRanks);
+  const auto grid = static_cast<unsigned>(std::clamp<int64_t>(most, 1, (EXPERTS ? 8 : kBlocksPerSm) * state.num_sms));
+  launch_dependent(lora_shrink_rows<EXPERTS>, dim3(grid), kThreads + (EXPERTS ? 0 : 32), static_cast<size_t>(shared),
+                   state, p);
   check_launch("lora_shrink");
 }
 

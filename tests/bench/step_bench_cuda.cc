@@ -99,7 +99,7 @@ class StepBench {
   }
 
  private:
-  static constexpr int32_t kRankMax = 64;
+  static constexpr int32_t kRankMax = 256;  // as in an engine with default options
 
   void make_kv() {
     geometry_ =
