@@ -74,7 +74,9 @@ bool launch(const Params& p, const CudaStream& state) {
   check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<STEPS>::bytes(kMaxRows)),
              "shared memory of the router");
   prefer_shared(kKernel, linear::kSharedPercent);
-  unsigned cluster = 1;  // a power of two; blocks without an expert give nothing
+  // A power of two; blocks without an expert give nothing. Not one block alone, which would send its logits to itself:
+  // that is for clusters.
+  unsigned cluster = 2;
   while (static_cast<int>(cluster) * TILE < p.router.n) {
     cluster *= 2;
   }
