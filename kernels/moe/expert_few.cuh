@@ -20,16 +20,11 @@
 #include <algorithm>
 
 #include "kernels/moe/expert_decode.cuh"
+#include "kernels/moe/expert_delta.cuh"
 #include "kernels/moe/expert_few_lora.cuh"
 
 namespace moelora {
 namespace few {
-
-// What the weights of an expert are found by.
-struct Pointers {
-  const void* low;
-  const void* high;  // rows: second matrix; tiles: scales
-};
 
 // This lane's view of a warp's range of k of a row tile: copy() starts block i of it on its way.
 template <bool GATE_UP>
@@ -39,10 +34,7 @@ struct RowsRange {
   template <int KW>
   static constexpr int kBlocks = KW == 8 ? 4 : 3;  // that fit into registers
   static constexpr int kTileRows = GATE_UP ? 8 : 16;
-  static __device__ __forceinline__ Pointers pointers(const ExpertGemm& p, int expert) {
-    return {p.low[expert], p.high[expert]};
-  }
-  __device__ __forceinline__ void locate(const ExpertGemm& p, const Pointers& pointers, int tile, int begin) {
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const WeightPointers& pointers, int tile, int begin) {
     const int g = lane_index() / 4;
     const int t = lane_index() % 4;
     const int64_t n_low = kTileRows * tile + g;
@@ -77,10 +69,7 @@ struct TilesRange {
   static constexpr int kSlots = 8;
   template <int KW>
   static constexpr int kBlocks = KW == 8 ? 6 : 4;
-  static __device__ __forceinline__ Pointers pointers(const ExpertGemm& p, int expert) {
-    return {p.low[expert], p.scales[expert]};
-  }
-  __device__ __forceinline__ void locate(const ExpertGemm& p, const Pointers& pointers, int tile, int begin) {
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const WeightPointers& pointers, int tile, int begin) {
     const int64_t groups = (p.k_blocks + 3) / 4;
     data_ = static_cast<const uint4*>(pointers.low) + (int64_t{tile} * p.k_blocks + begin) * 32 + lane_index();
     scales_ = static_cast<const uint32_t*>(pointers.high) + tile * groups * 32 + lane_index() / 4 * 4;
@@ -105,6 +94,27 @@ struct TilesRange {
   uint32_t begin_;
 };
 
+// Beside the deltas of kernels/moe/expert_delta.cuh an SM has room for one block; the other begins when they are
+// through, and has less to do for that: as many bytes of weights as an SM has of adapters, or a share of that. H200,
+// gpt-oss's shape, 8 rows with 8 adapters, six layers as one graph: 954 us, with equal shares 969; of moe_gate_up, 0.25
+// 960, 1 970.
+constexpr double kLateShare = 0.5;
+constexpr double kLateShareDown = 1.0;
+struct Late {
+  int first;    // of the late blocks, or 0: there are none
+  float tiles;  // row tiles for each segment and rank of the deltas
+  // The first row tile of a block's share of `total`; late blocks have up to `less` fewer than others.
+  __device__ __forceinline__ int share_begin(uint32_t total, uint32_t less, uint32_t block) const {
+    const auto early = static_cast<uint32_t>(first);
+    if (early == 0) {
+      return static_cast<int>(total * block / gridDim.x);
+    }
+    const uint32_t fewer = min(less, total / early);
+    const uint32_t all = total + fewer * (gridDim.x - early);
+    return static_cast<int>(all * block / gridDim.x - fewer * (block > early ? block - early : 0));
+  }
+};
+
 // The pairs of a step, as moe_route left them.
 struct Order {
   int num_active;
@@ -119,7 +129,7 @@ struct Shared {
   static constexpr int kBlocks = Range::template kBlocks<KW>;
   alignas(16) std::byte weights[kWarps][kBlocks][Range::Source::kStageBytes];
   float4 partial[Range::kSlots][KW][32];
-  Pointers pointers[kExpertsMax];
+  WeightPointers pointers[kExpertsMax];
   int expert_begin[kExpertsMax + 1];
   Order order;
   int first;  // of the block's share
@@ -133,13 +143,15 @@ struct SharedWithTail : Shared<Range, KW> {
 template <bool GATE_UP, class Range, int KW, Lora LORA>
 using SharedOf = std::conditional_t<LORA == Lora::kBeside, SharedWithTail<Range, KW, GATE_UP>, Shared<Range, KW>>;
 
-// By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago. BESIDE: also
+// By the whole block. What is loaded passes the L1, which may hold what the same arrays said a layer ago. kBeside: also
 // the items of the shrink, of which each segment has so many.
-template <bool BESIDE, class Shared>
+template <Lora LORA, class Shared>
 __device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, int num_experts, Shared& s,
-                                           int items_of_segment, Items& items) {
+                                           int items_of_segment, Items& items, const Late& late) {
+  constexpr bool BESIDE = LORA == Lora::kBeside;
   const int i = static_cast<int>(threadIdx.x);
   int expert = 0;
+  uint32_t less = 0;  // row tiles of late blocks
   if (i < num_pairs) {
     s.order.row[i] = p.x_by_pair ? i : __ldcg(p.order.pair_row + i);
   }
@@ -148,6 +160,10 @@ __device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, i
   }
   if constexpr (BESIDE) {
     items.count = __ldcg(p.order.num_segments) * items_of_segment;
+  }
+  if (LORA == Lora::kDeltas && i == kThreads - 1) {
+    const int ranks = __ldcg(p.order.num_segments) * __ldcg(p.lora.max_rank);
+    less = static_cast<uint32_t>(late.tiles * static_cast<float>(ranks));
   }
   const bool may_be_active = i < min(num_pairs, num_experts);
   if (may_be_active) {
@@ -164,8 +180,8 @@ __device__ __forceinline__ void load_order(const ExpertGemm& p, int num_pairs, i
       s.last =
           share_begin(static_cast<int>(total), items, static_cast<int>(blockIdx.x) + 1, static_cast<int>(gridDim.x));
     } else {
-      s.first = static_cast<int>(total * blockIdx.x / gridDim.x);
-      s.last = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
+      s.first = late.share_begin(total, less, blockIdx.x);
+      s.last = late.share_begin(total, less, blockIdx.x + 1);
     }
   }
   if (may_be_active && i < s.order.num_active) {
@@ -384,11 +400,11 @@ __device__ __forceinline__ void finish_group(const ExpertGemm& p, Shared& s, int
 // computes was complete then. kBeside: the first `producers` blocks shrink.
 template <bool GATE_UP, class Range, int KW, Lora LORA>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
-    expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers) {
+    expert_few_kernel(const __grid_constant__ ExpertGemm p, int num_pairs, int num_experts, int producers, Late late) {
   extern __shared__ __align__(128) uint4 dynamic_shared[];
   auto& s = *reinterpret_cast<SharedOf<GATE_UP, Range, KW, LORA>*>(dynamic_shared);
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
-    s.pointers[e] = Range::pointers(p, e);
+    s.pointers[e] = Range::Source::pointers(p, e);
   }
   Items items{0, producers};
   const int panels = LORA == Lora::kBeside ? *p.lora.max_rank / kTileRanks : 0;
@@ -400,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (!kWaitsLate) {
     let_next_start();
   }
-  load_order<LORA == Lora::kBeside>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items);
+  load_order<LORA>(p, num_pairs, num_experts, s, (GATE_UP ? 2 : 1) * panels, items, late);
   if constexpr (LORA == Lora::kBeside) {
     begin_tail(s, items);
   }
@@ -456,7 +472,14 @@ void launch_of(const ExpertGemm& p, int num_pairs, int num_experts, const CudaSt
   const int64_t tiles = int64_t{std::min(num_pairs, num_experts)} * p.row_tiles;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, int64_t{state.num_sms} * kBlocksPerSm));
   const int producers = std::min(static_cast<int>(grid), state.num_sms);  // one an SM
-  launch_dependent(kKernel, dim3(grid), kThreads, kSharedBytes, state, p, num_pairs, num_experts, producers);
+  Late late{0, 0.0f};
+  if (LORA == Lora::kDeltas && expert_delta::leave_room<GATE_UP>(num_pairs, state)) {
+    late.first = std::min(static_cast<int>(grid), state.num_sms);
+    const double tile = 16.0 * p.k * (p.scales != nullptr ? 17.0 / 32.0 : 2.0);
+    const double rank = (GATE_UP ? 2.0 : 1.0) * 2.0 * (p.k + p.rows);  // of a segment's A and B, in bytes
+    late.tiles = static_cast<float>((GATE_UP ? kLateShare : kLateShareDown) * rank / (tile * state.num_sms));
+  }
+  launch_dependent(kKernel, dim3(grid), kThreads, kSharedBytes, state, p, num_pairs, num_experts, producers, late);
 }
 // How a kernel with a tail reads the weights.
 template <class Range>

@@ -78,6 +78,12 @@ __device__ __forceinline__ int warp_index() {
 // brings a block into registers; copy() starts its way into kStageBytes of shared memory of this warp, past the L1, and
 // fetch() takes it from there: a lane finds what it copied itself, so that no barrier is needed.
 
+// What the weights of an expert are found by.
+struct WeightPointers {
+  const void* low;
+  const void* high;  // rows: second matrix; tiles: scales
+};
+
 // bf16 rows. Chunks past k, which belong to the next row or to nobody, read as zeros; rows past the end read as the
 // last one, whose results there nobody stores.
 template <bool GATE_UP>
@@ -86,16 +92,22 @@ struct RowsSource {
     uint4 low[2];
     uint4 high[2];
   };
-  __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile) {
+  static __device__ __forceinline__ WeightPointers pointers(const ExpertGemm& p, int expert) {
+    return {p.low[expert], p.high[expert]};
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const WeightPointers& pointers, int tile) {
     const int g = lane_index() / 4;
     const int t = lane_index() % 4;
     const int first = (GATE_UP ? 8 : 16) * tile + g;
     const int64_t n_low = min(first, p.rows - 1);
     const int64_t n_high = min(GATE_UP ? first : first + 8, p.rows - 1);
     const int64_t row_chunks = p.k / 8;
-    low_ = static_cast<const uint4*>(p.low[expert]) + n_low * p.low_step * row_chunks + t;
-    high_ = static_cast<const uint4*>(p.high[expert]) + n_high * p.high_step * row_chunks + t;
+    low_ = static_cast<const uint4*>(pointers.low) + n_low * p.low_step * row_chunks + t;
+    high_ = static_cast<const uint4*>(pointers.high) + n_high * p.high_step * row_chunks + t;
     chunks_ = p.k / 8 - t;
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile) {
+    locate(p, pointers(p, expert), tile);
   }
   __device__ __forceinline__ void load(Block& block, int b) const {
 #pragma unroll
@@ -141,10 +153,16 @@ struct TilesSource {
     uint4 data;
     uint32_t scales;
   };
-  __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile) {
+  static __device__ __forceinline__ WeightPointers pointers(const ExpertGemm& p, int expert) {
+    return {p.low[expert], p.scales[expert]};
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, const WeightPointers& pointers, int tile) {
     const int64_t groups = (p.k_blocks + 3) / 4;
-    data_ = static_cast<const uint4*>(p.low[expert]) + int64_t{tile} * p.k_blocks * 32 + lane_index();
-    scales_ = reinterpret_cast<const uint32_t*>(p.scales[expert]) + tile * groups * 32 + lane_index() / 4 * 4;
+    data_ = static_cast<const uint4*>(pointers.low) + int64_t{tile} * p.k_blocks * 32 + lane_index();
+    scales_ = static_cast<const uint32_t*>(pointers.high) + tile * groups * 32 + lane_index() / 4 * 4;
+  }
+  __device__ __forceinline__ void locate(const ExpertGemm& p, int expert, int tile) {
+    locate(p, pointers(p, expert), tile);
   }
   __device__ __forceinline__ void load(Block& block, int b) const {
     block.data = __ldg(data_ + static_cast<uint32_t>(b) * 32);

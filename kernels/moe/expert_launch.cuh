@@ -16,13 +16,10 @@
 
 namespace moelora {
 
-// Work items an SM below which a work item is one row tile instead of two: balance before reuse of token chunks.
-constexpr int kMinItemsPerSm = 8;
-
 // Pairs an expert, on average over all experts, from which kAuto takes the stream of kernels/moe/expert_stream.cuh for
-// tiles (gpt-oss shape, H200: 64 rows, eight pairs an expert, gate_up 96 us against 104 and a step of six layers 1,753
-// us against 1,880; 8 rows, one pair an expert, 47 us against 43).
-constexpr int kStreamTokensPerExpert = 4;
+// tiles (gpt-oss's shape, H200, six layers as one graph: 12 rows 962 us, by expert_decode.cuh 1,035; 16 rows 1,017 and,
+// as that was before, 1,034).
+constexpr int kStreamTokensPerExpert = 1;
 // Rows of MXFP4 up to which LoRA is inside the product (H200, six layers of the gpt-oss shape as one graph, with the
 // dense linears' shrink beside, too: 1 row 669 us, with all deltas in a launch before it 694; 2 rows 773 and 779; 4
 // rows 939 and 874). Of bf16 rows deltas before it are always faster (Qwen3-30B-A3B's shape, 1 row: 562 and 523 us).
@@ -188,14 +185,8 @@ void launch_expert_gemm(const ExpertGemm& p, const ExpertShrinkArgs& shrink, Exp
     if (stream && launch_expert_stream<GATE_UP>(p, all_deltas, num_experts, static_cast<int>(num_pairs), state)) {
       return;
     }
-    const bool two = int64_t{max_active} * p.row_tiles >= int64_t{kMinItemsPerSm} * state.num_sms;
-    if (two) {
-      return launch_expert_decode<GATE_UP, Source, 2, 6>(p, max_active, state);
-    }
-    return launch_expert_decode<GATE_UP, Source, 1, 6>(p, max_active, state);
-  } else {
-    return launch_expert_decode<GATE_UP, Source, 1, 4>(p, max_active, state);
   }
+  launch_expert_decode<GATE_UP, Source>(p, num_experts, max_active, num_pairs, state);
 }
 
 template <bool GATE_UP>
