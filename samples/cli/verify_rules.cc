@@ -135,6 +135,7 @@ struct Bf16Rows {
   std::vector<std::vector<double>> yardstick;  // of the yardstick's runs; empty without one
   std::vector<double> bounds;
   std::vector<bool> excused;  // over their bound by a router near-tie
+  std::vector<bool> behind;   // excused or after such a row, whose keys and values they read
 
   [[nodiscard]] bool allowed(size_t row) const { return errors[row] <= bounds[row] || excused[row]; }
 };
@@ -227,15 +228,13 @@ Bf16Rows measure_rows(const Evidence& of, const Tolerances& tolerances) {
   bounds[1] = std::max(bounds[1], bounds[0]);
   const std::vector<double>& gaps = of.yardstick->router_gaps;
   double gap = INFINITY;  // the smallest so far
-  bool chose_others = false;
   for (size_t position = 0; position < first + count; ++position) {
     gap = std::min(gap, gaps[position]);
     if (position >= first) {
       const double error = rows.errors[position - first];
       rows.bounds.push_back(bounds[is_after(position - first)]);
-      // Behind an excused row the yardstick, which chose the same experts as fp32, says nothing any more.
-      chose_others = chose_others || (gap <= kRouterNearTie && error > rows.bounds.back());
-      rows.excused.push_back(std::isfinite(error) && chose_others && error > tolerances.logits);
+      rows.excused.push_back(std::isfinite(error) && error > rows.bounds.back() && gap <= kRouterNearTie);
+      rows.behind.push_back(rows.excused.back() || (position > first && rows.behind.back()));
     }
   }
   return rows;
@@ -278,9 +277,9 @@ void judge_rows(const Evidence& of, const Bf16Rows& rows, const Tolerances& tole
     if (!std::isfinite(*std::max_element(run.begin(), run.end()))) {
       fail(verdict, "the CPU engine in bf16 has logits that are not finite");
     }
-    allowed = std::max(allowed, kYardstickFactor * median_of(run, rows.excused));
+    allowed = std::max(allowed, kYardstickFactor * median_of(run, rows.behind));
   }
-  const double median = median_of(rows.errors, rows.excused);
+  const double median = median_of(rows.errors, rows.behind);
   if (!(median <= allowed)) {
     fail(verdict, text("the median row differs by %.2e, at most %.1e is allowed", median, allowed));
   }

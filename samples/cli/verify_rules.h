@@ -8,9 +8,9 @@
 // with different roundings (verify_yardstick.h), which shares no kernel with the engine under test: the worst row and
 // the delta may be kYardstickFactor times as far from the reference as in the worst of these runs, and so may the
 // median row, which no single amplified row can widen. And where fp32 chooses experts by less than kRouterNearTie,
-// rounding may choose others: a row at or after such a position may exceed its bound. It, and the rows after it that
-// are beyond the bound without a yardstick, are then left out of delta and median; but all of them are counted, and a
-// folder with more than 5 % of such rows fails.
+// rounding may choose others: a row at or after such a position may exceed its bound and is then left out of the delta,
+// and with those after it, which read its keys and values, of the median. Such rows are counted, and a folder with more
+// than 5 % of them fails.
 #pragma once
 
 #include <string>
@@ -53,7 +53,7 @@ struct Verdict {
   // bf16 only.
   int32_t rows = 0;              // compared: up to the first difference of greedy tokens
   int32_t rounding_limited = 0;  // rows over `logits` that the yardstick allows
-  int32_t near_tie_rows = 0;     // rows excused by a router near-tie: over that as well, or over `logits` after such
+  int32_t near_tie_rows = 0;     // rows over that as well, excused by a router near-tie
   double near_tie_error = 0;     // the worst of those, and where
   int32_t near_tie_position = 0;
   double yardstick_ratio = -1;  // worst row that is not excused: kYardstickFactor x error / bound; -1: no yardstick
