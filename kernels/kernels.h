@@ -48,6 +48,7 @@ struct Kernels {
   void (*read_memory)(const ReadMemoryArgs&, Stream&);
   void (*lora_resolve)(const LoraResolveArgs&, Stream&);  // null where records are read in place
   void (*pack_mxfp4)(const PackMxfp4Args&, Stream&);      // null where experts are read as they are stored
+  int64_t max_pairs = 0;  // of row and expert that moe_sort, moe_route and moe_router take at once; 0: any number
 };
 
 const Kernels& kernels_reference();  // loops a reader can check; the oracle of the tests

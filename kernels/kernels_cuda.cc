@@ -28,6 +28,7 @@ const Kernels& kernels_cuda() {
       .read_memory = read_memory_cuda,
       .lora_resolve = lora_resolve_cuda,
       .pack_mxfp4 = pack_mxfp4_cuda,
+      .max_pairs = kMaxSortedPairsCuda,
   };
   return kTable;
 }

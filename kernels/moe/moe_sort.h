@@ -9,6 +9,9 @@
 
 namespace moelora {
 
+// Most pairs that moe_sort_cuda takes.
+constexpr int64_t kMaxSortedPairsCuda = 65536;
+
 // Arrays for up to T * K pairs; device memory of the workspace. P = T * K.
 struct MoeOrder {
   int32_t* pair_row = nullptr;       // [P] row t of sorted pair i

@@ -17,7 +17,6 @@ namespace moelora {
 namespace {
 
 constexpr int MAX_EXPERTS = 512;
-constexpr int MAX_PAIRS = 65536;
 constexpr int SMALL_PAIRS = 512;
 constexpr int DIGIT_BITS = 8;  // of a slot, sorted by in one pass
 constexpr unsigned ALL = 0xffffffffu;
@@ -256,7 +255,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1) sort_kernel(const MoeSortArgs a
 
 void moe_sort_cuda(const MoeSortArgs& args, Stream& stream) {
   const int64_t pairs = int64_t{args.num_rows} * args.top_k;
-  MOELORA_ASSERT(args.num_experts >= 1 && args.num_experts <= MAX_EXPERTS && pairs <= MAX_PAIRS);
+  MOELORA_ASSERT(args.num_experts >= 1 && args.num_experts <= MAX_EXPERTS && pairs <= kMaxSortedPairsCuda);
   MOELORA_ASSERT(args.order.active_experts != nullptr && args.order.num_active != nullptr);
   if (args.num_rows == 0) {
     return;

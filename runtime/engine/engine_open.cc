@@ -141,6 +141,7 @@ Engine::Parts::Parts(const EngineOptions& given, const std::string& model_dir) :
   };
   config = load_model_config(model_dir);
   open_device();
+  check_batch_tokens(config, plan_batch_tokens(options), kernels->max_pairs);
   if (options.wrap_device) {
     device = options.wrap_device(std::move(device));
   }

@@ -71,6 +71,16 @@ int32_t plan_batch_tokens(const EngineOptions& options) {
   return static_cast<int32_t>(std::max(rows, options.max_num_sequences));
 }
 
+void check_batch_tokens(const ModelConfig& config, int32_t batch_tokens, int64_t max_pairs) {
+  const int64_t pairs = int64_t{batch_tokens} * config.top_k;
+  if (max_pairs == 0 || config.num_experts == 0 || pairs <= max_pairs) {
+    return;
+  }
+  throw Error(Status::kInvalid, "max_batch_tokens = " + std::to_string(batch_tokens) + ": with " +
+                                    std::to_string(config.top_k) + " experts a token at most " +
+                                    std::to_string(max_pairs / config.top_k) + " on this device");
+}
+
 int32_t plan_adapter_slots(const EngineOptions& options) {
   if (options.max_adapters_resident > 0) {
     return static_cast<int32_t>(options.max_adapters_resident);

@@ -34,6 +34,9 @@ bool is_cuda(const EngineOptions& options);
 size_t cuda_index(const EngineOptions& options);  // N of "cuda:N", 0 of "cuda"
 Dtype plan_kv_dtype(const EngineOptions& options);
 int32_t plan_batch_tokens(const EngineOptions& options);
+// Throws Error{kInvalid}, which names the option, where a step of so many rows has more than `max_pairs` pairs of row
+// and expert (Kernels::max_pairs; 0: any number).
+void check_batch_tokens(const ModelConfig& config, int32_t batch_tokens, int64_t max_pairs);
 int32_t plan_adapter_slots(const EngineOptions& options);
 int32_t plan_context_tokens(const EngineOptions& options, const ModelConfig& config);
 // Bytes of an adapter's stream of one rank, bf16, on q, k, v, o and on every expert (dense models: the MLP).
