@@ -13,8 +13,8 @@
 //   gpt-oss-20b (MXFP4)    1 row 20.5 us for 35 MB, with 1 adapter 23.9 us; 64 rows, 21 experts 96 us for 189 MB, with
 //                          8 adapters of rank 32 131 us; 4096 rows 1,106 us = 491 TFLOP/s, with an adapter for each
 //                          of three prompts 1,221 us
-//   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows 195 us for 798 MB = 91 % of the ceiling, with 8 adapters
-//                          276 us by clusters; 4096 rows (about 256 tokens an expert), tokens gathered, 532 us
+//   Qwen3-30B-A3B (bf16)   1 row 19.4 us for 50 MB; 64 rows, in a graph, 193 us for 797 MB = 91 % of the ceiling, with
+//                          8 adapters 246 us; 4096 rows (about 256 tokens an expert), tokens gathered, 532 us
 #include "kernels/moe/moe_gate_up.h"
 
 #include "kernels/moe/expert_launch.cuh"
