@@ -109,8 +109,19 @@ void AdapterReader::free(Discarded& discarded) {
   } else if (discarded.keep == Keep::kPlans) {
     discarded.cache->free_memory();
   } else if (discarded.copy.use_count() == 1) {  // its last owner may do what it likes with it
-    discarded.cache->keep_memory(std::move(std::const_pointer_cast<AdapterImage>(discarded.copy)->stream));
+    discarded.cache->keep_memory(std::move(std::const_pointer_cast<AdapterImage>(discarded.copy)->stream),
+                                 bytes_awaited());
   }
+}
+
+// They have their bytes of the budget: memory that is kept for them does not come on top.
+uint64_t AdapterReader::bytes_awaited() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  uint64_t bytes = 0;
+  for (uint64_t i = num_begun_; i < num_added_; ++i) {
+    bytes += ring_[i % kMaxReads].image->stream_bytes;
+  }
+  return bytes;
 }
 
 void AdapterReader::free_discarded(std::unique_lock<std::mutex>& lock) {
@@ -208,6 +219,9 @@ void AdapterReader::read(AdapterRead& read) {
   } catch (const std::exception& error) {
     read.status = Status::kInternal;
     read.message = error.what();
+  }
+  if (const std::shared_ptr<LoadCache>& cache = read.image->options.cache; cache != nullptr) {
+    cache->bound_memory(bytes_awaited());
   }
   if (bytes_per_second_ > 0) {
     const std::chrono::duration<double> share(static_cast<double>(read.image->stream_bytes) /

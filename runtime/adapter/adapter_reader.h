@@ -73,7 +73,8 @@ class AdapterReader {
   };
   void run();
   void free_discarded(std::unique_lock<std::mutex>& lock);
-  static void free(Discarded& discarded);
+  void free(Discarded& discarded);
+  [[nodiscard]] uint64_t bytes_awaited();  // of the reads that have not begun
   void wait_for_work(std::unique_lock<std::mutex>& lock);
   [[nodiscard]] bool is_due() const;  // under the lock
   void read(AdapterRead& read);

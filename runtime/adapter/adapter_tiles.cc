@@ -56,21 +56,43 @@ void store(float* out, Stored value) {
   *out = to_float(value);
 }
 
-// Whether all exponents of a tile are below their largest value. Word by word: the mask keeps the exponent of each
-// element, and adding its lowest bit carries into the sign's place only if all bits are set.
+// A vector type, since GCC makes none of loops over words that are also stored.
+using WordPair [[gnu::vector_size(16)]] = uint64_t;
+
+template <class Packed>
+struct Run {
+  WordPair words[8 * sizeof(Packed) / sizeof(WordPair)];
+};
+
+// Whether all exponents of some runs of 8 elements are below their largest value. Word by word: the mask keeps the
+// exponent of each element, and adding its lowest bit carries into the sign's place only if all bits are set.
+template <class Packed>
+class FiniteCheck {
+ public:
+  void add(const Run<Packed>& run) {
+    for (const WordPair& words : run.words) {
+      bad_ |= (words & kExponent) + kLowest;
+    }
+  }
+  [[nodiscard]] bool is_finite() const { return ((bad_[0] | bad_[1]) & kCarry) == 0; }
+
+ private:
+  static constexpr bool kHalf = sizeof(Packed) == 2;
+  static constexpr uint64_t kExponent = kHalf ? 0x7f807f807f807f80u : 0x7f8000007f800000u;
+  static constexpr uint64_t kLowest = kHalf ? 0x0080008000800080u : 0x0080000000800000u;
+  static constexpr uint64_t kCarry = kHalf ? 0x8000800080008000u : 0x8000000080000000u;
+  WordPair bad_ = {};
+};
+
 template <class Packed>
 bool all_finite(const Packed* tile) {
-  constexpr bool kHalf = sizeof(Packed) == 2;
-  constexpr uint64_t kExponent = kHalf ? 0x7f807f807f807f80u : 0x7f8000007f800000u;
-  constexpr uint64_t kLowest = kHalf ? 0x0080008000800080u : 0x0080000000800000u;
-  constexpr uint64_t kCarry = kHalf ? 0x8000800080008000u : 0x8000000080000000u;
-  uint64_t bad = 0;
-  for (size_t i = 0; i < kTileElements * sizeof(Packed) / sizeof(uint64_t); ++i) {
-    uint64_t word;
-    std::memcpy(&word, reinterpret_cast<const std::byte*>(tile) + i * sizeof word, sizeof word);
-    bad |= (word & kExponent) + kLowest;
+  FiniteCheck<Packed> check;
+  for (int32_t i = 0; i < kTileElements; i += 8) {
+    Run<Packed> run;
+    std::memcpy(&run, tile + i, sizeof run);
+    check.add(run);
   }
-  return (bad & kCarry) == 0;
+  return check.is_finite();
 }
 
 struct TileSource {
@@ -115,8 +137,39 @@ void pack_runs(const Runs& runs, Packed* out, int32_t out_stride) {
   }
 }
 
+// A whole tile whose runs lie together as they are stored: copied and checked in one go. `from(i, j)` is where one of
+// its 8 x 8 runs is stored, to(i, j) which it is in the tile.
+template <class Packed, class From, class To>
+bool copy_tile(const From& from, const To& to, Packed* tile) {
+  FiniteCheck<Packed> check;
+  for (int32_t i = 0; i < kTileRanks; ++i) {
+    for (int32_t j = 0; j < 8; ++j) {
+      Run<Packed> run;
+      std::memcpy(&run, from(i, j), sizeof run);
+      std::memcpy(tile + to(i, j) * 8, &run, sizeof run);
+      check.add(run);
+    }
+  }
+  return check.is_finite();
+}
+
 template <class Stored, class Packed>
 bool pack_tile(const TileSource& source, bool is_a, Packed* tile) {
+  constexpr bool kSame = sizeof(Stored) == sizeof(Packed) && !std::is_same_v<Stored, F16>;
+  constexpr auto kBytes = static_cast<int64_t>(sizeof(Stored));
+  if constexpr (kSame) {
+    const bool is_whole = source.ranks == kTileRanks && source.columns == kTileColumns;
+    if (is_whole && is_a && source.column_stride == 1) {
+      return copy_tile<Packed>(
+          [&](int32_t i, int32_t j) { return source.data + (i * source.rank_stride + j * 8) * kBytes; },
+          [](int32_t i, int32_t j) { return j * 8 + i; }, tile);
+    }
+    if (is_whole && !is_a && source.rank_stride == 1) {
+      return copy_tile<Packed>(
+          [&](int32_t i, int32_t j) { return source.data + (i * 8 + j) * source.column_stride * kBytes; },
+          [](int32_t i, int32_t j) { return i * 8 + j; }, tile);
+    }
+  }
   if (!is_a) {  // a run is an output's ranks
     pack_runs<Stored>({source.data, source.column_stride, source.rank_stride, source.columns, source.ranks}, tile, 8);
     return all_finite(tile);

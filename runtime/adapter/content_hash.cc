@@ -5,33 +5,48 @@
 
 namespace moelora {
 
+namespace {
+
+// One by one: compilers spill an array of them.
+uint64_t word(const std::byte* block, size_t index) {
+  uint64_t value;
+  std::memcpy(&value, block + index * sizeof value, sizeof value);
+  return value;
+}
+
+// Both halves of a 128-bit product, one upon the other.
+uint64_t fold(uint64_t x, uint64_t y) {
+  const auto product = static_cast<unsigned __int128>(x) * y;
+  return static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
+}
+
+}  // namespace
+
 uint64_t hash_bytes(const std::byte* data, size_t bytes, uint64_t seed) {
-  const auto mix = [](uint64_t lane, uint64_t word) {
-    lane = (lane ^ word) * 0x9ddfea08eb382d69u;
-    return lane ^ (lane >> 29);
-  };
-  uint64_t a = seed;
-  uint64_t b = mix(a, 1);
-  uint64_t c = mix(b, 2);
-  uint64_t d = mix(c, 3);
+  // Odd, with as many ones as zeros in no order: a word that turns its factor into 0, and so hides what came before, is
+  // one of 2^64.
+  constexpr uint64_t kKeys[4] = {0xa0761d6478bd642f, 0xe7037ed1a0b428db, 0x8ebc6af09c88c6e3, 0x589965cc75374cc3};
+  uint64_t a = fold(seed ^ kKeys[0], kKeys[3]);
+  uint64_t b = fold(seed ^ kKeys[1], kKeys[3]);
+  uint64_t c = fold(seed ^ kKeys[2], kKeys[3]);
+  uint64_t d = fold(seed ^ kKeys[3], kKeys[1]);
   const auto add = [&](const std::byte* block) {
-    uint64_t words[4];
-    std::memcpy(words, block, sizeof words);
-    a = mix(a, words[0]);
-    b = mix(b, words[1]);
-    c = mix(c, words[2]);
-    d = mix(d, words[3]);
+    a = fold(word(block, 0) ^ a, word(block, 1) ^ kKeys[0]);
+    b = fold(word(block, 2) ^ b, word(block, 3) ^ kKeys[1]);
+    c = fold(word(block, 4) ^ c, word(block, 5) ^ kKeys[2]);
+    d = fold(word(block, 6) ^ d, word(block, 7) ^ kKeys[3]);
   };
   size_t at = 0;
-  for (; at + 32 <= bytes; at += 32) {
+  for (; at + 64 <= bytes; at += 64) {
     add(data + at);
   }
-  std::byte tail[32] = {};
+  std::byte tail[64] = {};
   if (bytes > at) {
     std::memcpy(tail, data + at, bytes - at);
   }
   add(tail);
-  return mix(mix(mix(mix(bytes, a), b), c), d);
+  const uint64_t all = fold(a ^ kKeys[1], b ^ kKeys[2]) ^ fold(c ^ kKeys[2], d ^ kKeys[3]);
+  return fold(all ^ bytes, kKeys[0]);
 }
 
 }  // namespace moelora

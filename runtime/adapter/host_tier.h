@@ -5,8 +5,8 @@
 //
 // Any image that was added can be brought to host memory at some time: the budget holds all that cannot be dropped and
 // the largest that can. A copy that is being uploaded, or read, counts and cannot leave, so that one added meanwhile
-// may bring the sum over the budget until that has ended. The memory of one copy that left may be kept for the next
-// read (LoadCache) and comes on top.
+// may bring the sum over the budget until that has ended. The memory of copies that left is kept for the reads that
+// have not begun, which have their bytes of the budget (LoadCache); that of one copy may stay longer and comes on top.
 #pragma once
 
 #include <cstdint>

@@ -2,6 +2,7 @@
 #include "runtime/adapter/load_cache.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "runtime/adapter/adapter_plan.h"
@@ -47,24 +48,52 @@ void LoadCache::keep_plan(std::shared_ptr<const AdapterPlan> plan) {
   plans_.push_back(std::move(plan));
 }
 
-void LoadCache::keep_memory(HostBytes memory) {
-  // The smaller one is freed as the caller's argument, without the lock.
+void LoadCache::keep_memory(HostBytes memory, uint64_t bytes_awaited) {
+  std::vector<HostBytes> surplus;  // freed without the lock
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (memory.capacity() > memory_.capacity()) {
-    std::swap(memory, memory_);
+  const auto place = std::upper_bound(memories_.begin(), memories_.end(), memory.capacity(),
+                                      [](size_t room, const HostBytes& other) { return room < other.capacity(); });
+  memories_.insert(place, std::move(memory));
+  surplus = take_surplus(bytes_awaited);
+}
+
+void LoadCache::bound_memory(uint64_t bytes_awaited) {
+  std::vector<HostBytes> surplus;  // freed without the lock
+  const std::lock_guard<std::mutex> lock(mutex_);
+  surplus = take_surplus(bytes_awaited);
+}
+
+std::vector<HostBytes> LoadCache::take_surplus(uint64_t bytes_awaited) {
+  uint64_t bytes = 0;
+  for (const HostBytes& memory : memories_) {
+    bytes += memory.capacity();
   }
+  auto kept = memories_.begin();
+  while (memories_.end() - kept > 1 && bytes > bytes_awaited) {
+    bytes -= kept->capacity();
+    ++kept;
+  }
+  std::vector<HostBytes> surplus(std::make_move_iterator(memories_.begin()), std::make_move_iterator(kept));
+  memories_.erase(memories_.begin(), kept);
+  return surplus;
 }
 
 HostBytes LoadCache::take_memory(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const size_t room = memory_.capacity();
-  return room < bytes || room - bytes > bytes / 8 ? HostBytes{} : std::exchange(memory_, {});
+  const auto found = std::find_if(memories_.begin(), memories_.end(),
+                                  [&](const HostBytes& memory) { return memory.capacity() >= bytes; });
+  if (found == memories_.end() || found->capacity() - bytes > bytes / 8) {
+    return {};
+  }
+  HostBytes memory = std::move(*found);
+  memories_.erase(found);
+  return memory;
 }
 
 void LoadCache::free_memory() {
-  HostBytes memory;  // freed without the lock
+  std::vector<HostBytes> memories;  // freed without the lock
   const std::lock_guard<std::mutex> lock(mutex_);
-  std::swap(memory, memory_);
+  std::swap(memories, memories_);
 }
 
 void LoadCache::clear() {

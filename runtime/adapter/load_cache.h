@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the loads of one engine leave for the next ones: plans of headers that were read, and the memory of a host copy
-// that was dropped, whose pages need no clearing by the system. Any thread.
+// What the loads of one engine leave for the next ones: plans of headers that were read, and the memory of host copies
+// that were dropped, whose pages need no clearing by the system. Any thread.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -28,17 +29,22 @@ class LoadCache {
   // name its files, and one of a very long header.
   void keep_plan(std::shared_ptr<const AdapterPlan> plan);
 
-  // One memory is kept, the larger one; the other is freed.
-  void keep_memory(HostBytes memory);
+  // The smaller ones are freed until all have at most `bytes_awaited` together, what the next loads will take, or one
+  // is left.
+  void keep_memory(HostBytes memory, uint64_t bytes_awaited = 0);
+  void bound_memory(uint64_t bytes_awaited);
   // With room for at least `bytes`, and at most an eighth more; or empty.
   [[nodiscard]] HostBytes take_memory(size_t bytes);
   void free_memory();
   void clear();  // plans too
 
  private:
+  // What must go, to be freed without the lock.
+  [[nodiscard]] std::vector<HostBytes> take_surplus(uint64_t bytes_awaited);
+
   std::mutex mutex_;
   std::vector<std::shared_ptr<const AdapterPlan>> plans_;  // under the lock; the one asked for last is at the end
-  HostBytes memory_;                                       // under the lock
+  std::vector<HostBytes> memories_;                        // under the lock; the smallest room first
 };
 
 }  // namespace moelora

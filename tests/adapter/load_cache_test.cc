@@ -96,6 +96,28 @@ TEST_CASE("one memory is kept, and given to what needs most of it") {
   CHECK(cache.find_plan("config", "header", 100, options) == nullptr);
 }
 
+TEST_CASE("as much memory is kept as the next loads will take, and of those that fit the smallest is given") {
+  LoadCache cache;
+  cache.keep_memory(memory_of(1000), 2100);
+  cache.keep_memory(memory_of(1100), 2100);
+  CHECK(cache.take_memory(995).capacity() == 1000);
+  CHECK(cache.take_memory(995).capacity() == 1100);
+  CHECK(cache.take_memory(995).empty());
+  for (const size_t bytes : {1100, 500, 1000, 1050}) {
+    cache.keep_memory(memory_of(bytes), 2150);  // the last two alone
+  }
+  CHECK(cache.take_memory(500).empty());
+  CHECK(cache.take_memory(900).empty());
+  CHECK(cache.take_memory(1050).capacity() == 1050);
+  CHECK(cache.take_memory(1050).capacity() == 1100);
+  cache.keep_memory(memory_of(1000), 3000);
+  cache.keep_memory(memory_of(1050), 3000);
+  cache.bound_memory(2050);
+  cache.bound_memory(2049);
+  CHECK(cache.take_memory(1000).capacity() == 1050);
+  CHECK(cache.take_memory(1000).empty());
+}
+
 TEST_CASE("loads that share a plan and memory give what loads by themselves give") {
   const TempDir dir;
   const ModelConfig model = tiny_moe();
