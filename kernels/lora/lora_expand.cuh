@@ -118,6 +118,26 @@ __device__ __forceinline__ const std::byte* paged_granule(const AdapterTable& ta
                           static_cast<int64_t>(kGranuleBytes);
 }
 
+// Where the granules of an A or B are, for shared memory.
+struct alignas(16) PagedMatrix {
+  int first;       // granule of the adapter
+  int first_page;  // that it is in
+  int unused[2];
+  int4 pages;  // from there on
+};
+// `pages`: of the matrix's record.
+__device__ __forceinline__ PagedMatrix paged_matrix(const AdapterTable& table, int first, const int32_t* pages) {
+  return {first, static_cast<int>(static_cast<unsigned>(first) / static_cast<unsigned>(table.page_granules)), {},
+          *reinterpret_cast<const int4*>(pages)};
+}
+// The pool's page that is page `page_of` of the adapter.
+__device__ __forceinline__ int pool_page(const AdapterTable& table, int slot, const PagedMatrix& matrix,
+                                         unsigned page_of) {
+  const int nth = static_cast<int>(page_of) - matrix.first_page;
+  return nth < ResolvedLora::kPages ? (&matrix.pages.x)[nth]
+                                    : table.page_table[static_cast<int64_t>(slot) * table.pages_per_slot + page_of];
+}
+
 // What the adapter of one token says about one linear, in shared memory.
 struct alignas(16) LoraToken {
   int rank;  // 0: the token has no delta here

@@ -32,9 +32,9 @@ constexpr int kGroups = 2;
 constexpr int kWarps = kParts * kGroups;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kBlocksPerSm = 2;
-constexpr int kTokens = 16;  // of an item, in two groups of 8
+constexpr int kTokens = 16;       // of an item, in two groups of 8
 constexpr int kWholeBlocks = 16;  // of 64 inputs, up to which a warp takes whole items
-constexpr int kHeldPairs = 4096;      // rows of more are looked up in memory
+constexpr int kHeldPairs = 4096;  // rows of more are looked up in memory
 
 // How the work is cut: whether warps may take whole items, row tiles of an item, blocks of a ring. Expanding MXFP4
 // takes so many instructions that two tiles share those for the tokens, and registers do not hold two sums of both

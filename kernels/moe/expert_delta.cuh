@@ -2,14 +2,13 @@
 // The experts' deltas B (A x) of few tokens in one launch, before the stream of weights reaches its epilogue, which
 // adds them. sm_90 and later; elsewhere lora_shrink and kernels/moe/expert_expand.cuh.
 // A unit of work is one (expert, adapter, module) with all of its pairs; a cluster of 4 blocks takes units in turn.
-// Each block has a quarter of A's inputs in shared memory, then, in the same place, a quarter of B's outputs: by bulk
-// copies of what was asked into the L2 before, while A of this pass (32 ranks) or the sums were
-// under way. So blocks are small: 64 units of gpt-oss's shape, 8 rows of an adapter each, run at once and beside the
-// first blocks of the product. The blocks' sums over their inputs meet in everybody's shared memory and are added in
-// the order of the blocks; then each block multiplies them with its share of B. A block looks up its next 32 units at
-// once, a thread a token. Every sum has an order fixed by k alone: a pair's delta depends on its row and its adapter,
-// not on its neighbours. Limited by the latency of segment, record and A for few pairs, by reading A and B, once each,
-// for many.
+// Each block has a quarter of A's inputs in shared memory, then, in the same place, a quarter of B's outputs, by bulk
+// copies; a cluster's next unit, and B where x is not there yet, were asked into the L2 before. So blocks are small: 64
+// units of gpt-oss's shape, 8 rows of an adapter each, run at once and beside the first blocks of the product. The
+// blocks' sums over their inputs meet in everybody's shared memory and are added in the order of the blocks; then each
+// block multiplies them with its share of B. A block looks up its next 32 units at once, a thread a token. Every sum
+// has an order fixed by k alone: a pair's delta depends on its row and its adapter, not on its neighbours. Limited by
+// the latency of segment, record and A for few pairs, by reading A and B, once each, for many.
 // H200, gpt-oss's shape, rank 32, 8 rows with 8 adapters. Tried: clusters of 8 blocks with both A and B in shared
 // memory, 16 bytes a copy: 19 us from x to the last delta, since 45 clusters ran at once, and to look up, to ask for
 // copies, to wait for A, to meet and to expand took 1.5, 2, 3, 1.5 and 1 us of each unit. The same by clusters of 4
@@ -42,16 +41,8 @@ constexpr int kInputParts = kWarps / 2;     // half of the warps take panels 0 a
 constexpr int kTogether = 3;                // blocks of inputs whose x a warp has in registers
 constexpr int kShrunkStride = kRanks + 4;   // floats: tokens fall into different banks
 constexpr int kSums = kRanks * kTokens;     // one a thread
-constexpr unsigned kAll = 0xffffffffu;
 static_assert(kSums == kThreads && kSums == 128 * kWarps / kCluster);
 
-// A or B: where its granules are.
-struct alignas(16) Matrix {
-  int first;       // granule of the stream
-  int first_page;  // that it is in
-  int unused[2];
-  int4 pages;  // from there on
-};
 struct Unit {
   int rank;  // 0: nothing to do
   int slot;
@@ -61,8 +52,8 @@ struct Unit {
   float scale;
   int bias;
   int unused;
-  Matrix a;
-  Matrix b;
+  PagedMatrix a;
+  PagedMatrix b;
 };
 
 struct Shared {
@@ -110,15 +101,9 @@ __device__ __forceinline__ int panels_of(const Unit& unit) {
   return (unit.rank + kTileRanks - 1) / kTileRanks;
 }
 
-__device__ __forceinline__ Matrix matrix_at(const AdapterTable& table, int first, const int32_t* pages) {
-  return {first, static_cast<int>(static_cast<unsigned>(first) / static_cast<unsigned>(table.page_granules)), {},
-          *reinterpret_cast<const int4*>(pages)};
-}
-
 // What thread (u, j) found of token j of unit u.
 struct Found {
   int row;  // -1: none
-  int slot;
   int rank;
   int begin;
   int end;
@@ -149,8 +134,8 @@ __device__ __forceinline__ Found find_units(const ExpertGemm& p, Shared& s, int 
     const ResolvedLora* record = p.lora.table.resolved_expert(slot, p.lora.layer, expert, which);
     const int4 head = *reinterpret_cast<const int4*>(record);  // rank, scale, a, b
     row = begin + j < end ? __ldcg(p.order.pair_row + begin + j) : -1;
-    unit.a = matrix_at(p.lora.table, head.z, record->a_pages);
-    unit.b = matrix_at(p.lora.table, head.w, record->b_pages);
+    unit.a = paged_matrix(p.lora.table, head.z, record->a_pages);
+    unit.b = paged_matrix(p.lora.table, head.w, record->b_pages);
     unit.bias = record->bias;
     unit.rank = head.x;
     unit.scale = __int_as_float(head.y);
@@ -166,7 +151,7 @@ __device__ __forceinline__ Found find_units(const ExpertGemm& p, Shared& s, int 
   if (threadIdx.x == 0) {
     s.num_units = min(max((num_segments * kModules - first + step - 1) / step, 0), kUnits);
   }
-  return {row, slot, unit.rank, unit.begin, unit.end, num_segments * kModules};
+  return {row, unit.rank, unit.begin, unit.end, num_segments * kModules};
 }
 
 // The tokens' scales, which nobody needs before the sums of A meet; and says which pairs are adapted.
@@ -233,7 +218,7 @@ __device__ __forceinline__ int visit_runs(const ExpertGemm& p, const Shared& s, 
   }
   const AdapterTable& table = p.lora.table;
   const Unit& unit = s.units[pass.unit];
-  const Matrix& matrix = OF == Of::kA ? unit.a : unit.b;
+  const PagedMatrix& matrix = OF == Of::kA ? unit.a : unit.b;
   const int all = panels_of(unit);
   const int panels = min(all - pass.panel, kPanels);
   int runs;
@@ -256,10 +241,7 @@ __device__ __forceinline__ int visit_runs(const ExpertGemm& p, const Shared& s, 
     int place = thread * length;
 #pragma unroll 1
     for (int left = length; left > 0;) {
-      const int nth = static_cast<int>(page_of) - matrix.first_page;
-      const int page = nth < ResolvedLora::kPages
-                           ? (&matrix.pages.x)[nth]
-                           : table.page_table[static_cast<int64_t>(unit.slot) * table.pages_per_slot + page_of];
+      const int page = pool_page(table, unit.slot, matrix, page_of);
       const int count = min(left, static_cast<int>(page_granules - at));
       visit(place,
             table.pool + (static_cast<int64_t>(page) * table.page_granules + at) * static_cast<int64_t>(kGranuleBytes),

@@ -50,13 +50,6 @@ constexpr int kSums = kRanks * 8;          // of a group of tokens
 constexpr float kNoDelta = -0.0f;
 static_assert(kSums <= kThreads);
 
-// A or B: where its granules are.
-struct alignas(16) Matrix {
-  int first;       // granule of the stream
-  int first_page;  // that it is in
-  int unused[2];
-  int4 pages;  // from there on
-};
 struct Unit {
   int rank;  // 0: nothing to do
   int slot;
@@ -66,7 +59,7 @@ struct Unit {
   float scale;
   int bias;
   int unused;
-  Matrix matrices[2];
+  PagedMatrix matrices[2];  // A and B
 };
 
 struct Shared {
@@ -159,15 +152,11 @@ __device__ __forceinline__ Share find_units(const ExpertGemm& p, Shared& s, int 
                                                   : ExpertModule::kUp;
     const ResolvedLora* record = table.resolved_expert(unit.slot, p.lora.layer, expert, which);
     const int4 head = *reinterpret_cast<const int4*>(record);  // rank, scale, a, b
-    unit.matrices[0].pages = *reinterpret_cast<const int4*>(record->a_pages);
-    unit.matrices[1].pages = *reinterpret_cast<const int4*>(record->b_pages);
+    unit.matrices[0] = paged_matrix(table, head.z, record->a_pages);
+    unit.matrices[1] = paged_matrix(table, head.w, record->b_pages);
     unit.bias = record->bias;
     unit.rank = head.x;
     unit.scale = __int_as_float(head.y);
-    unit.matrices[0].first = head.z;
-    unit.matrices[0].first_page = head.z / table.page_granules;
-    unit.matrices[1].first = head.w;
-    unit.matrices[1].first_page = head.w / table.page_granules;
   }
   if (u < kUnits) {
     s.units[u] = unit;
@@ -296,14 +285,11 @@ class Ring {
   [[nodiscard]] __device__ __forceinline__ int64_t granule_offset(const ExpertGemm& p, const Unit& unit,
                                                                   int index) const {
     const AdapterTable& table = p.lora.table;
-    const Matrix& matrix = unit.matrices[of_b_];
+    const PagedMatrix& matrix = unit.matrices[of_b_];
     const auto page_granules = static_cast<unsigned>(table.page_granules);
     const auto at = static_cast<unsigned>(matrix.first + index);
     const unsigned page_of = at / page_granules;
-    const int nth = static_cast<int>(page_of) - matrix.first_page;
-    const int page = nth < ResolvedLora::kPages
-                         ? (&matrix.pages.x)[nth]
-                         : table.page_table[static_cast<int64_t>(unit.slot) * table.pages_per_slot + page_of];
+    const int page = pool_page(table, unit.slot, matrix, page_of);
     return (static_cast<int64_t>(page) * table.page_granules + (at - page_of * page_granules)) *
            static_cast<int64_t>(kGranuleBytes);
   }
