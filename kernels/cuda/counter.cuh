@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Hand-over between blocks of one kernel through memory: who has work to give counts up when it is written, who needs
 // it waits for the count. Right where those who count up wait for nobody and come first: blocks with the lowest
-// numbers, few enough to run at once. CudaStream::counters is zero between kernels; the last block to leave makes it so
-// again. Whoever uses it has passed wait_for_previous(), so that no two kernels do at a time.
+// numbers, few enough to run at once, or those of the kernel before, all of which run or have ended when this one
+// begins. The words in CudaStream are zero between kernels; the last block to leave makes them so again. Who counts up
+// has passed wait_for_previous(), and who waits does so behind that, or no block of its kernel lets the next kernel
+// start before it has left: several kernels that wait may run at a time, and must not see each other's counts.
 #pragma once
 
 #include <cstdint>

@@ -19,8 +19,9 @@ struct CudaStream {
   int num_sms = 0;
   int compute_capability = 0;       // 10 * major + minor
   DenseGemm* dense_gemm = nullptr;  // cuBLASLt; null where the library is not installed
-  // Device memory, two words, zero between kernels (kernels/cuda/counter.cuh); null on streams for copies.
-  uint32_t* counters = nullptr;
+  // Device memory, zero between kernels (kernels/cuda/counter.cuh); null on streams for copies.
+  uint32_t* counters = nullptr;  // two words, of the blocks of a kernel
+  uint32_t* x_ready = nullptr;   // two words: lora_shrink says to the linear behind it that x is there
   // Page-locked memory that kernels write results to and the host reads after synchronising.
   std::byte* pinned = nullptr;
   size_t pinned_bytes = 0;

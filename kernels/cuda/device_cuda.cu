@@ -16,7 +16,7 @@ namespace {
 
 constexpr size_t kPinnedBytes = size_t{8} << 20;       // results of the sampler, logits that it takes to the host
 constexpr size_t kHostScratchBytes = size_t{7} << 20;  // of a vocabulary of half a million; touched as far as needed
-constexpr size_t kCounterBytes = 2 * sizeof(uint32_t);
+constexpr size_t kCounterBytes = 4 * sizeof(uint32_t);
 constexpr size_t kStagingBytes = size_t{16} << 20;  // half of what copy_to_device keeps in flight
 
 class GraphCuda final : public Graph {
@@ -147,6 +147,7 @@ class DeviceCuda final : public Device {
     check_cuda(cudaMalloc(&state->counters, kCounterBytes), "counters");
     check_cuda(cudaMemset(state->counters, 0, kCounterBytes), "counters");
     check_cuda(cudaStreamSynchronize(nullptr), "counters");
+    state->x_ready = state->counters + 2;
     return stream;
   }
 

@@ -73,6 +73,12 @@ __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int column,
       : "memory");
 #endif
 }
+// What this thread has seen in global memory is there for copies that it asks for afterwards.
+__device__ __forceinline__ void fence_for_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+#endif
+}
 // The map itself, into the cache of the copies.
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900

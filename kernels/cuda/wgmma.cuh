@@ -35,6 +35,10 @@ __device__ __forceinline__ void fence_for_wgmma() {
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Counts for it without waiting; by whole warps.
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // --- Registers a thread, by all warps of a warpgroup.
 

@@ -195,13 +195,23 @@ bool is_streamed(int rows, bool large) {
   return !large && rows > SKINNY_ROWS_ALONE && rows <= linear::kStreamRows;
 }
 
-// Products of our own, in tiles of 32 outputs if `wide`, of 16 otherwise.
-void launch_own(const Launch& launch, bool large, bool wide, const CudaStream& state) {
-  if (wide) {
-    linear::launch_skinny<2>(launch, state);
-  } else if (!is_streamed(launch.params.num_rows, large) || !linear::launch_stream(launch, state)) {
-    linear::launch_skinny<1>(launch, state);
+// The shrink and the products of all parts, which start side by side. False: nothing was launched.
+bool launch_streamed(const LinearArgs& args, const Params& common, DenseShrinkArgs shrink, Stream& stream) {
+  Launch all(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    all.add(common.parts[i], 16);
   }
+  const CudaStream& state = cuda_state(stream);
+  linear::StreamLaunch products;
+  if (!has_bf16_weights(args) || !linear::prepare_stream(all, state, products)) {
+    return false;
+  }
+  if (shrink.num_modules > 0) {
+    shrink.x_ready = state.x_ready;
+    lora_shrink_dense_cuda(shrink, stream);
+  }
+  products.go(state);
+  return true;
 }
 
 }  // namespace
@@ -219,6 +229,9 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
     return;
   }
   const bool large = tiles >= WIDE_TILES;
+  if (is_streamed(args.num_rows, large) && launch_streamed(args, common, shrink, stream)) {
+    return;
+  }
   if (shrink.num_modules > 0) {
     lora_shrink_dense_cuda(shrink, stream);
   }
@@ -251,7 +264,11 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
     }
   }
   if (skinny.params.num_parts > 0) {
-    launch_own(skinny, large, wide, state);
+    if (wide) {
+      linear::launch_skinny<2>(skinny, state);
+    } else {
+      linear::launch_skinny<1>(skinny, state);
+    }
   }
   if (f32.params.num_parts > 0) {
     launch_dependent(linear_f32, f32.grid(8), THREADS, 0, state, f32.params);

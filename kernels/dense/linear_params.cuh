@@ -49,6 +49,7 @@ struct Params {
   int num_modules;
   int rank_stride;
   int layer;
+  uint32_t* x_ready;  // CudaStream's: what lora_shrink counts up
 };
 
 // The parts of one launch, `width` outputs a tile.

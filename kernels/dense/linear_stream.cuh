@@ -4,20 +4,24 @@
 // blocks. One thread asks the tensor memory accelerator for weights and x, boxes that land in a ring of stages in
 // shared memory as wgmma reads them, so that no register and no address takes part. Weights depend on no other kernel:
 // the ring, all of the shared memory, is full of them, and what follows has been asked into the L2, before anybody
-// waits for the kernel ahead. Two warpgroups multiply, 64 outputs each.
+// waits for the kernel ahead. Two or three warpgroups multiply, 64 outputs each. With adapters the shrink lies between
+// that kernel and this one; both begin beside it, a block of each on a multiprocessor, and the shrink says when x is
+// there (kernels/cuda/counter.cuh), so that the products run beside it and only the deltas wait for its end.
 // At the end each block leaves its sums in its shared memory; the block that owns a row adds them up over the cluster,
 // in the order of the blocks, with everything that comes on top. Rows are owned in the order of their adapters, so that
 // a block meets few of them: deltas of up to 8 rows of one adapter are one product on the tensor cores, in which no
-// other row takes part (kernels/lora/lora_expand.cuh). The warps that looked the adapters up compute those of the first
-// few groups while weights stream, the others follow while the sums of the other blocks arrive.
+// other row takes part (kernels/lora/lora_expand.cuh).
 // Limited by what a multiprocessor takes in: each weight is read once, x once for each tile, from the L2. H200, 64
-// rows, six layers of gpt-oss's shape as one graph: 1,515 us, by tiles of 128 outputs alone 1,556; with 8 adapters
-// 1,909 and 1,944, and 1,976 where the clusters of q, k, v took two turns. Tried: with adapters, this kernel begun
-// before x is there and x read when the shrink has ended, 1,946 us for 1,939. Before that, o of gpt-oss's shape 16.0 us
-// alone, q k v 22.4, q k v of Qwen3-30B-A3B's shape 14.4, o 14.0: with both operands copied by warps (cp.async), wgmma
-// with the weights in registers, a token's deltas by one warp 20.1, 22.5, 18.4 and 16.6. For 1 row linear_skinny.cuh is
-// faster: q k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us against 13.4 and 12.0 with tiles of 8 rows. Included by
-// linear_cuda.cu.
+// rows, six layers of gpt-oss's shape as one graph: 1,498 us, by tiles of 128 outputs alone 41 more; with 8 adapters
+// 1,886 and of Qwen3-30B-A3B's shape 3,048 (2,503 without). Begun when the shrink had x, with registers that left it no
+// room, deltas of three groups a warp one after the other: 1,927 and 3,160; from the end of attention to the end of o
+// 18.0 us, now 14.5 (Qwen3 18.0 and 12.8). Tried, no better: the cluster's sums added up before the deltas are there;
+// items of the shrink counted and waited for, instead of its end; two boxes of weights under way at a time, so that
+// other loads do not queue behind them; x announced when the shrink's own loads of it are there (20 us more, Qwen3).
+// Before all that, o of gpt-oss's shape 16.0 us alone, q k v 22.4, q k v of Qwen3-30B-A3B's shape 14.4, o 14.0: with
+// both operands copied by warps (cp.async), wgmma with the weights in registers, a token's deltas by one warp 20.1,
+// 22.5, 18.4 and 16.6. For 1 row linear_skinny.cuh is faster: q k v and o of Qwen3-30B-A3B's shape 12.2 and 9.3 us
+// against 13.4 and 12.0 with tiles of 8 rows. Included by linear_cuda.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -28,6 +32,7 @@
 
 #include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/counter.cuh"
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/cuda/tensor_copy.cuh"
@@ -66,6 +71,13 @@ struct StreamCopies {
   }
   // Weights into the whole ring, and those behind it into the L2.
   __device__ __forceinline__ void begin() const {
+    prefetch_map(x);
+#pragma unroll 1
+    for (int stage = 0; stage < stages; ++stage) {
+      mbarrier_init(&shared.full[stage], 2);
+      mbarrier_init(&shared.empty[stage], Tile::MULTIPLY_WARPS);
+    }
+    publish_barriers();
     const int count = work.end - work.begin;
 #pragma unroll 1
     for (int nth = 0; nth < min(count, stages); ++nth) {
@@ -76,13 +88,15 @@ struct StreamCopies {
       prefetch_box(weights, (work.begin + nth) * kBoxColumns, work.n0);
     }
   }
-  // x is there.
-  __device__ __forceinline__ void rest() const {
-    const int count = work.end - work.begin;
+  // x is there: it into the whole ring.
+  __device__ __forceinline__ void first_tokens() const {
 #pragma unroll 1
-    for (int nth = 0; nth < min(count, stages); ++nth) {
+    for (int nth = 0; nth < min(work.end - work.begin, stages); ++nth) {
       tokens(nth, nth);
     }
+  }
+  __device__ __forceinline__ void rest() const {
+    const int count = work.end - work.begin;
     int stage = 0;
     uint32_t parity = 0;
 #pragma unroll 1
@@ -305,53 +319,85 @@ __device__ __forceinline__ void store_owned(const Params& p, const StreamWork& w
   }
 }
 
-// Everything after the products, by the whole block; the sums take the place of the ring.
+// Everything after the products, by the threads that multiply; the sums take the place of the ring.
 template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void finish_stream(const Params& p, const StreamWork& work,
-                                              const StreamShared<TOKENS>& shared, float* sums,
-                                              const float (&acc)[TOKENS / 2], const GroupDeltas (&held)[kEarlyItems]) {
+__device__ __forceinline__ void finish_products(const Params& p, const StreamWork& work,
+                                                const StreamShared<TOKENS>& shared, float* sums,
+                                                const float (&acc)[TOKENS / 2]) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
-  const int lookup_warp = static_cast<int>(threadIdx.x) / 32 - Tile::MULTIPLY_WARPS - 1;
-  float* const deltas = sums + Tile::SUMS_BYTES / 4;
-  if (multiplies) {
-    leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
+  constexpr int kAll = Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS;
+  const bool lora = p.num_modules > 0;
+  barrier_sync(kProductsDone, lora ? kAll : Tile::MULTIPLY_THREADS);
+  if (lora) {
+    barrier_arrive(kRingFree, kAll);
   }
+  float* const deltas = sums + Tile::SUMS_BYTES / 4;
+  leave_stream_sums<TOKENS, WARPGROUPS>(sums, acc);
   __syncwarp();
   cluster_arrive();
-  if (multiplies) {
-    wait_for_previous();
-    if (p.num_modules > 0) {
-      expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
-    }
-    if (in_fours(work.part)) {
-      store_owned<TOKENS, WARPGROUPS, true, Tile::STORED_TOGETHER>(p, work, shared, sums, deltas);
-    } else {
-      store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
-    }
+  if (lora) {
+    expand_owned<TOKENS, WARPGROUPS>(p, work, shared, deltas);
   } else {
-    if (lookup_warp >= 0 && p.num_modules > 0) {
-      leave_early<TOKENS, WARPGROUPS>(work, shared, lookup_warp, held, deltas);
-    }
-    __syncwarp();
-    cluster_wait();
+    wait_for_previous();
   }
-  __syncwarp();
-  cluster_arrive_relaxed();
-  cluster_wait();  // nobody reads this block's sums any more
+  if (in_fours(work.part)) {
+    store_owned<TOKENS, WARPGROUPS, true, Tile::STORED_TOGETHER>(p, work, shared, sums, deltas);
+  } else {
+    store_owned<TOKENS, WARPGROUPS, false, 1>(p, work, shared, sums, deltas);
+  }
 }
 
-// Grid: [tile][block of the cluster]. With LoRA it is launched right after the shrink, which passed its wait before
-// this kernel began, so that x was complete.
+// What the warps that look up do, thread `i` of them.
 template <int TOKENS, int WARPGROUPS>
-__global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
+__device__ __forceinline__ void work_beside(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
+                                            float* deltas, int i) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  constexpr int kAll = Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS;
+  look_up_tokens<TOKENS, WARPGROUPS>(p, work, shared, i);
+  __syncwarp();
+  barrier_arrive(kProductsDone, kAll);
+  barrier_sync(kLookUps, Tile::LOOKUP_THREADS);  // the groups are there
+  const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, i / 32);
+  GroupDeltas held = {};
+  expand_early<TOKENS, WARPGROUPS>(p, work, shared, i / 32, item, held);
+  barrier_sync(kRingFree, kAll);
+  if (item.has_outputs(work)) {
+    leave_deltas<TOKENS, WARPGROUPS>(work, shared, item.start, item.n, held, deltas);
+  }
+  barrier_arrive(kDeltasThere, kAll);
+}
+
+// By the thread that asks for copies, once the ring is full of weights: x, and what is left.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void follow_with_tokens(const Params& p, const StreamCopies<TOKENS, WARPGROUPS>& copies) {
+  if (p.num_modules == 0) {
+    wait_for_previous();
+    copies.first_tokens();
+  } else {
+    wait_for_count(p.x_ready, 1);
+    fence_for_copies();
+    copies.first_tokens();
+    clear_after_last(p.x_ready, leave(p.x_ready, gridDim.x), gridDim.x);
+    __threadfence();
+    let_next_start();  // not before the count is cleared: the next linear may begin while this one runs
+  }
+  copies.rest();
+}
+
+// Grid: [tile][block of the cluster]. With LoRA it begins as soon as the shrink has begun, which counts x_ready up when
+// x is there.
+template <int TOKENS, int WARPGROUPS>
+__global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::REGISTER_THREADS, 1)
     linear_stream(const __grid_constant__ StreamParams params, int cluster, int stages) {
 #ifdef MOELORA_SM90A
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   extern __shared__ uint4 dynamic_shared[];
   __shared__ StreamShared<TOKENS> shared;
-  let_next_start();
   const Params& p = params.base;
+  const bool lora = p.num_modules > 0;
+  if (!lora) {
+    let_next_start();
+  }
   const int tile = static_cast<int>(blockIdx.x) / cluster;
   const int rank = static_cast<int>(blockIdx.x) % cluster;
   const int nth_part = part_of_tile(p, tile);
@@ -365,49 +411,44 @@ __global__ void __launch_bounds__(StreamTile<TOKENS, WARPGROUPS>::THREADS, 1)
                         first,
                         (rank + 1) * p.num_rows / cluster - first,
                         cluster};
-  const bool lora = p.num_modules > 0;
   const uint32_t misaligned = shared_address(dynamic_shared) % kBoxAlignment;
   std::byte* const ring =
       reinterpret_cast<std::byte*>(dynamic_shared) + (misaligned == 0 ? 0 : kBoxAlignment - misaligned);
+  float* const sums = reinterpret_cast<float*>(ring);
   const StreamCopies<TOKENS, WARPGROUPS> copies{params.weights[nth_part], params.x, shared, work,
                                                 shared_address(ring),     stages};
   const bool multiplies = threadIdx.x < Tile::MULTIPLY_THREADS;
   const bool asks = threadIdx.x == Tile::MULTIPLY_THREADS;
   if (asks) {
-    prefetch_map(params.x);
-#pragma unroll 1
-    for (int stage = 0; stage < stages; ++stage) {
-      mbarrier_init(&shared.full[stage], 2);
-      mbarrier_init(&shared.empty[stage], Tile::MULTIPLY_WARPS);
-    }
-    publish_barriers();
     copies.begin();
   }
   if (threadIdx.x < Tile::MULTIPLY_THREADS + 32) {  // those that look up do not wait for it
-    barrier_sync(3, Tile::MULTIPLY_THREADS + 32);   // the barriers are there
+    barrier_sync(kRingReady, Tile::MULTIPLY_THREADS + 32);
   }
-  float acc[TOKENS / 2] = {};
-  GroupDeltas held[kEarlyItems] = {};
   if (multiplies) {
     const int n = work.n0 + static_cast<int>(threadIdx.x) * 32;  // a line of the bias, or half of one
     if (part.bias != nullptr && static_cast<int>(threadIdx.x) * 32 < Tile::OUTPUTS && n < part.n) {
       prefetch_l2(static_cast<const std::byte*>(part.bias) + int64_t{n} * (part.bias_f32 ? 4 : 2));
     }
+    float acc[TOKENS / 2] = {};
     multiply_stream<TOKENS, WARPGROUPS>(shared, copies.ring, stages, work.end - work.begin, acc);
-  } else if (asks) {
-    if (!lora) {
-      wait_for_previous();
+    finish_products<TOKENS, WARPGROUPS>(p, work, shared, sums, acc);
+  } else {
+    if (asks) {
+      follow_with_tokens(p, copies);
     }
-    copies.rest();
-  } else if (threadIdx.x >= Tile::MULTIPLY_THREADS + 32 && lora) {
-    const int row = static_cast<int>(threadIdx.x) - Tile::MULTIPLY_THREADS - 32;
-    look_up_tokens<TOKENS, WARPGROUPS>(p, work, shared, row);
     __syncwarp();
-    expand_early<TOKENS, WARPGROUPS>(p, work, shared, row / 32, held);
+    cluster_arrive();
+    if (threadIdx.x >= Tile::MULTIPLY_THREADS + 32 && lora) {
+      work_beside<TOKENS, WARPGROUPS>(p, work, shared, sums + Tile::SUMS_BYTES / 4,
+                                      static_cast<int>(threadIdx.x) - Tile::MULTIPLY_THREADS - 32);
+    }
+    __syncwarp();
+    cluster_wait();
   }
   __syncwarp();
-  __syncthreads();  // all stages are read, sums take their place; the tokens are known
-  finish_stream<TOKENS, WARPGROUPS>(p, work, shared, reinterpret_cast<float*>(ring), acc, held);
+  cluster_arrive_relaxed();
+  cluster_wait();  // nobody reads this block's sums any more
 #endif
 }
 
@@ -497,47 +538,66 @@ StreamCut stream_cut_of(const Launch& launch) {
                             : stream_cut<StreamTile<TOKENS, WARPGROUPS>>(launch.params.num_tiles, blocks, *at_once);
 }
 
+// A launch that is ready to go: nothing about it can be refused any more.
+struct StreamLaunch {
+  StreamParams params;
+  void (*kernel)(StreamParams, int, int) = nullptr;
+  int threads;
+  int cluster;
+  int stages;
+  int shared;
+
+  void go(const CudaStream& state) const {
+    launch_dependent_clusters(kernel, static_cast<unsigned>(params.base.num_tiles * cluster),
+                              static_cast<unsigned>(cluster), static_cast<unsigned>(threads),
+                              static_cast<size_t>(shared), state, params, cluster, stages);
+    check_launch("linear, streamed");
+  }
+};
+
 template <int TOKENS, int WARPGROUPS>
-bool launch_stream_tile(const Launch& launch, int size, const CudaStream& state) {
+bool prepare_stream_tile(const Launch& launch, int size, uint32_t* x_ready, StreamLaunch& ready) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  StreamParams params{};
-  params.base = launch.params;
-  const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
-  if (size == 0 || !make_stream_maps(params, TOKENS, Tile::OUTPUTS)) {
+  ready.params.base = launch.params;
+  ready.params.base.x_ready = x_ready;
+  if (size == 0 || !make_stream_maps(ready.params, TOKENS, Tile::OUTPUTS)) {
     return false;
   }
-  const int stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, Tile::MAX_STAGES);
-  launch_dependent_clusters(linear_stream<TOKENS, WARPGROUPS>, static_cast<unsigned>(launch.params.num_tiles * size),
-                            static_cast<unsigned>(size), Tile::THREADS,
-                            static_cast<size_t>(Tile::shared_bytes(stages)), state, params, size, stages);
-  check_launch("linear, streamed");
+  const int blocks = (launch.params.k + kBoxColumns - 1) / kBoxColumns;
+  const int most = launch.params.num_modules > 0 ? Tile::LORA_STAGES : Tile::MAX_STAGES;
+  ready.kernel = linear_stream<TOKENS, WARPGROUPS>;
+  ready.threads = Tile::THREADS;
+  ready.cluster = size;
+  ready.stages = std::clamp((blocks + size - 1) / size, Tile::MIN_STAGES, most);
+  ready.shared = Tile::shared_bytes(ready.stages);
   return true;
 }
 template <int TOKENS>
-bool launch_stream_rows(const Launch& launch, const CudaStream& state) {
+bool prepare_stream_rows(const Launch& launch, const CudaStream& state, StreamLaunch& ready) {
   const Launch narrow = launch.with_width(64);
   if (narrow.params.num_tiles * kStreamCluster <= state.num_sms) {
-    return launch_stream_tile<TOKENS, 1>(narrow, stream_cut_of<TOKENS, 1>(narrow).size, state);
+    return prepare_stream_tile<TOKENS, 1>(narrow, stream_cut_of<TOKENS, 1>(narrow).size, state.x_ready, ready);
   }
   const Launch middle = launch.with_width(128);
   const Launch wide = launch.with_width(192);
   const StreamCut middle_cut = stream_cut_of<TOKENS, 2>(middle);
   const StreamCut wide_cut = stream_cut_of<TOKENS, 3>(wide);
   return wide_cut.size != 0 && wide_cut.cost < middle_cut.cost
-             ? launch_stream_tile<TOKENS, 3>(wide, wide_cut.size, state)
-             : launch_stream_tile<TOKENS, 2>(middle, middle_cut.size, state);
+             ? prepare_stream_tile<TOKENS, 3>(wide, wide_cut.size, state.x_ready, ready)
+             : prepare_stream_tile<TOKENS, 2>(middle, middle_cut.size, state.x_ready, ready);
 }
 // Whether the code for sm_90a is there.
 inline bool can_stream(const CudaStream& state) {
   static const bool usable = has_code(linear_stream<kStreamRows, 2>);
   return state.compute_capability == 90 && usable;
 }
-// False: nothing was launched.
-inline bool launch_stream(const Launch& launch, const CudaStream& state) {
-  if (!can_stream(state)) {
+// False: it cannot be launched.
+inline bool prepare_stream(const Launch& launch, const CudaStream& state, StreamLaunch& ready) {
+  if (!can_stream(state) || (launch.params.num_modules > 0 && state.x_ready == nullptr)) {
     return false;
   }
-  return launch.params.num_rows <= 32 ? launch_stream_rows<32>(launch, state) : launch_stream_rows<64>(launch, state);
+  return launch.params.num_rows <= 32 ? prepare_stream_rows<32>(launch, state, ready)
+                                      : prepare_stream_rows<64>(launch, state, ready);
 }
 
 }  // namespace moelora::linear

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The adapters' part of kernels/dense/linear_stream.cuh, and what a block of it has in shared memory. Two warps (one
-// for up to 32 rows) look up what the rows' adapters say, order the rows by them and ask B into the L2; then they
-// compute the deltas of the first few groups of up to 8 rows of one adapter, 64 outputs each, while weights stream, and
-// keep them in registers until the ring is free. Groups that are left follow at the end, by the warps that multiplied.
+// for up to 32 rows) look up what the rows' adapters say, order the rows by them and ask B into the L2; then each
+// computes the deltas of one group of up to 8 rows of one adapter, 64 outputs, while weights stream, and keeps them in
+// registers until the ring is free. The other groups follow, by the warps that multiplied, at the same time if the
+// shrink is late. B is in registers before anybody waits for the shrink.
 // Included by linear_stream.cuh.
 #pragma once
 
@@ -25,8 +26,19 @@ constexpr int kStreamStages = 16;           // at most
 constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
 constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
 constexpr int kBoxAlignment = 1024;
-constexpr int kTokenGroup = 8;  // rows of one adapter whose deltas are one product
-constexpr int kEarlyItems = 3;  // such products that a warp computes while the weights stream
+constexpr int kTokenGroup = 8;            // rows of one adapter whose deltas are one product
+constexpr int kSharedOfAll = 228 * 1024;  // of a multiprocessor, with kSharedOfBlock for each of its blocks
+constexpr int kSharedOfBlock = 1024;
+constexpr int kShrinkShared = 57 * 1024;  // of a block of the shrink, which is to fit beside one of the product
+
+// Barriers of the block.
+enum StreamBarrier : int {
+  kDeltasThere = 1,
+  kLookUps = 2,       // of the warps that look up
+  kRingReady = 3,     // its barriers are there
+  kProductsDone = 4,  // all stages are read, so that sums may take their place; the tokens are known
+  kRingFree = 5,      // the same, for the deltas of the warps that look up
+};
 
 // The rows of an adapter: places [begin, end) of LoraBatch::sorted_rows.
 struct AdapterRun {
@@ -57,9 +69,10 @@ struct StreamTile {
   static constexpr int LOOKUP_THREADS = TOKENS > 32 ? 64 : 32;  // after a warp that asks for copies
   static constexpr int THREADS = MULTIPLY_THREADS + 32 + LOOKUP_THREADS;
   static constexpr int LOOKUP_WARPS = LOOKUP_THREADS / 32;
+  // Threads whose registers would fill a multiprocessor: what these leave is for a block of the shrink.
+  static constexpr int REGISTER_THREADS = WARPGROUPS == 3 ? 640 : (WARPGROUPS == 2 ? 512 : THREADS);
   static_assert(LOOKUP_WARPS <= 2 && TOKENS <= LOOKUP_THREADS);
-  static constexpr int EARLY_ITEMS = kEarlyItems * LOOKUP_WARPS;  // deltas of a group and 64 outputs, before the sums
-  static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;        // of a stage; the tokens follow
+  static constexpr int WEIGHT_BYTES = OUTPUTS * kBoxBytes;  // of a stage; the tokens follow
   static constexpr int TOKEN_BYTES = TOKENS * kBoxBytes;
   static constexpr int STAGE_BYTES = WEIGHT_BYTES + TOKEN_BYTES;
   // Of sums, [token][output]: the lanes of a quad, two tokens apart each, store into different banks.
@@ -67,8 +80,12 @@ struct StreamTile {
   static constexpr int SUMS_BYTES = TOKENS * SUMS_STRIDE * 4;
   static constexpr int MAX_STAGES = std::min(
       kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
+  static constexpr int LORA_STAGES =  // at most, with a block of the shrink beside it
+      std::min(MAX_STAGES, (kSharedOfAll - 2 * kSharedOfBlock - kShrinkShared - kBoxAlignment -
+                            static_cast<int>(sizeof(StreamShared<TOKENS>))) /
+                               STAGE_BYTES);
   static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas
-  static_assert(TOKENS <= kStreamRows && STAGE_BYTES % kBoxAlignment == 0 && MIN_STAGES <= MAX_STAGES);
+  static_assert(TOKENS <= kStreamRows && STAGE_BYTES % kBoxAlignment == 0 && MIN_STAGES <= LORA_STAGES);
   static constexpr int shared_bytes(int stages) { return kBoxAlignment + stages * STAGE_BYTES; }
 };
 
@@ -84,8 +101,8 @@ struct StreamWork {
   int cluster;  // blocks
 };
 
-// By the LOOKUP_THREADS, `i` each: the rows' positions, what the owned ones' adapters say about the part, and their B
-// asked into the L2. What does not depend on each other is loaded side by side: loads wait behind the weights'.
+// By the LOOKUP_THREADS, `i` each: the rows' positions and what the owned ones' adapters say about the part. What does
+// not depend on each other is loaded side by side: loads wait behind the weights'.
 template <int TOKENS, int WARPGROUPS>
 __device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork& work, StreamShared<TOKENS>& shared,
                                                int i) {
@@ -109,7 +126,7 @@ __device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork
   if (lane == 0) {
     shared.base_rows[i / 32] = base_rows;
   }
-  barrier_sync(2, Tile::LOOKUP_THREADS);
+  barrier_sync(kLookUps, Tile::LOOKUP_THREADS);
   int before = __popc(base_rows & ((1u << lane) - 1));
   int num_base = 0;
 #pragma unroll
@@ -136,32 +153,42 @@ __device__ __forceinline__ void look_up_tokens(const Params& p, const StreamWork
   }
   const AdapterRun run = shared.runs[i];
   // A row of scale 0 is none of those that get a delta, but it may be the first of a group.
-  LoraToken token = lora_token(
-      p.table.resolved_dense(run.slot, p.layer, static_cast<LoraModule>(work.part.module)), run.slot, 1.0f);
+  LoraToken token =
+      lora_token(p.table.resolved_dense(run.slot, p.layer, static_cast<LoraModule>(work.part.module)), run.slot, 1.0f);
   token.scale *= p.row_scale[row];
   const int nth = min(i - run.begin, index);  // among the adapter's owned rows
   shared.tokens[index] = token;
   shared.group[index] =
       token.rank != 0 && nth % kTokenGroup == 0 ? min(min(run.end - i, work.owned - index), kTokenGroup) : 0;
-  if (token.rank != 0 && nth == 0) {
-    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
-    const int granules = (min(Tile::OUTPUTS, work.part.n - work.n0) + kTileColumns - 1) / kTileColumns * panels;
-#pragma unroll 1
-    for (int granule = 0; granule < granules; ++granule) {
-      prefetch_l2_bulk(
-          paged_granule(p.table, run.slot, token.b, token.b_pages, work.n0 / kTileColumns * panels + granule),
-          kGranuleBytes);
-    }
-  }
 }
 
 // The deltas of a group of rows, 64 outputs: acc[i] of outputs 16 i .. 16 i + 15.
 using GroupDeltas = float[4][4];
 
-// Of the group that begins at owned position `start`, outputs from n on. By a warp.
+// B of 64 outputs from n on and four panels from `first` on, a panel a lane of four: rows 8 i + g.
+struct GroupWeights {
+  uint4 rows[8];
+  __device__ __forceinline__ void load(const Params& p, const LoraToken& token, int n, int first) {
+    const int g = static_cast<int>(threadIdx.x % 32 / 4);
+    const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+    const int panel = first + static_cast<int>(threadIdx.x % 4);
+    const std::byte* granule = nullptr;
+    if (panel < panels) {
+      granule = paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + panel) + g * 16;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      rows[i] = granule != nullptr ? *reinterpret_cast<const uint4*>(granule + i * 128) : zero_chunk();
+    }
+  }
+};
+
+// acc: of the group that begins at owned position `start`, outputs from n on; b: its first four panels. By a warp, once
+// the shrink has ended.
 template <int TOKENS>
 __device__ __forceinline__ void expand_group(const Params& p, const StreamWork& work,
-                                             const StreamShared<TOKENS>& shared, int start, int n, GroupDeltas& acc) {
+                                             const StreamShared<TOKENS>& shared, int start, int n, GroupWeights& b,
+                                             GroupDeltas& acc) {
   const int g = static_cast<int>(threadIdx.x % 32 / 4);
   const int t = static_cast<int>(threadIdx.x % 4);
   const LoraToken& token = shared.tokens[start];
@@ -173,29 +200,19 @@ __device__ __forceinline__ void expand_group(const Params& p, const StreamWork& 
 #pragma unroll 1
   for (int first = 0; first < panels; first += 4) {
     const int panel = first + t;
-    uint4 b[4][2];
-    float values[8] = {};
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      b[i / 2][i % 2] = zero_chunk();
+    if (first > 0) {
+      b.load(p, token, n, first);
     }
-    if (panel < panels) {
-      const std::byte* granule =
-          paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + panel) + g * 16;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        b[i / 2][i % 2] = *reinterpret_cast<const uint4*>(granule + i * 128);
-      }
-      if (shrunk != nullptr) {
-        *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks);
-        *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks + 4);
-      }
+    float values[8] = {};
+    if (panel < panels && shrunk != nullptr) {
+      *reinterpret_cast<float4*>(values) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks);
+      *reinterpret_cast<float4*>(values + 4) = *reinterpret_cast<const float4*>(shrunk + panel * kTileRanks + 4);
     }
     const SplitChunk x = split_chunk(values);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      mma_chunk(acc[i], b[i][0], b[i][1], x.high);
-      mma_chunk(acc[i], b[i][0], b[i][1], x.low);
+      mma_chunk(acc[i], b.rows[2 * i], b.rows[2 * i + 1], x.high);
+      mma_chunk(acc[i], b.rows[2 * i], b.rows[2 * i + 1], x.low);
     }
   }
 }
@@ -220,6 +237,9 @@ __device__ __forceinline__ void leave_deltas(const StreamWork& work, const Strea
 struct StreamItem {
   int start;  // -1: there is no such item
   int n;
+  [[nodiscard]] __device__ __forceinline__ bool has_outputs(const StreamWork& work) const {
+    return start >= 0 && n < work.part.n;
+  }
 };
 
 // By a warp.
@@ -241,55 +261,70 @@ __device__ __forceinline__ StreamItem find_item(const StreamWork& work, const St
   return result;
 }
 
-// The first items, by the LOOKUP_THREADS in turn, while weights stream; they wait for the shrink.
-template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void expand_early(const Params& p, const StreamWork& work,
-                                             const StreamShared<TOKENS>& shared, int warp,
-                                             GroupDeltas (&held)[kEarlyItems]) {
-  using Tile = StreamTile<TOKENS, WARPGROUPS>;
-  barrier_sync(2, Tile::LOOKUP_THREADS);  // the groups are there
-  wait_for_previous();
-#pragma unroll
-  for (int i = 0; i < kEarlyItems; ++i) {
-    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, i * Tile::LOOKUP_WARPS + warp);
-    if (item.start >= 0 && item.n < work.part.n) {
-      expand_group<TOKENS>(p, work, shared, item.start, item.n, held[i]);
-    }
+// B of an item into the L2, a line a lane: a bulk copy would wait behind those of the weights.
+__device__ __forceinline__ void prefetch_group(const Params& p, const LoraToken& token, int n) {
+  const int panels = (token.rank + kTileRanks - 1) / kTileRanks;
+#pragma unroll 1
+  for (int line = static_cast<int>(threadIdx.x % 32); line < panels * 8; line += 32) {
+    prefetch_l2(paged_granule(p.table, token.slot, token.b, token.b_pages, n / kTileColumns * panels + line / 8) +
+                line % 8 * 128);
   }
-}
-// When the ring is free, those deltas into shared memory.
-template <int TOKENS, int WARPGROUPS>
-__device__ __forceinline__ void leave_early(const StreamWork& work, const StreamShared<TOKENS>& shared, int warp,
-                                            const GroupDeltas (&held)[kEarlyItems], float* deltas) {
-  using Tile = StreamTile<TOKENS, WARPGROUPS>;
-#pragma unroll
-  for (int i = 0; i < kEarlyItems; ++i) {
-    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, i * Tile::LOOKUP_WARPS + warp);
-    if (item.start >= 0 && item.n < work.part.n) {
-      leave_deltas<TOKENS, WARPGROUPS>(work, shared, item.start, item.n, held[i], deltas);
-    }
-  }
-  barrier_sync(1, Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS);
 }
 
-// All other deltas of the owned rows, [owned position][SUMS_STRIDE], by the threads that multiply.
+// The first items, one a warp of the LOOKUP_THREADS, while weights stream; they wait for the shrink. B of the others is
+// asked into the L2 before.
+template <int TOKENS, int WARPGROUPS>
+__device__ __forceinline__ void expand_early(const Params& p, const StreamWork& work,
+                                             const StreamShared<TOKENS>& shared, int warp, const StreamItem& item,
+                                             GroupDeltas& acc) {
+  using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  GroupWeights b;
+  if (item.has_outputs(work)) {
+    b.load(p, shared.tokens[item.start], item.n, 0);
+  }
+#pragma unroll 1
+  for (int nth = Tile::LOOKUP_WARPS + warp;; nth += Tile::LOOKUP_WARPS) {
+    const StreamItem other = find_item<TOKENS, WARPGROUPS>(work, shared, nth);
+    if (other.start < 0) {
+      break;
+    }
+    if (other.has_outputs(work)) {
+      prefetch_group(p, shared.tokens[other.start], other.n);
+    }
+  }
+  wait_for_previous();
+  if (item.has_outputs(work)) {
+    expand_group<TOKENS>(p, work, shared, item.start, item.n, b, acc);
+  }
+}
+
+// All other deltas of the owned rows, [owned position][SUMS_STRIDE], by the threads that multiply. Comes back when all
+// deltas are there.
 template <int TOKENS, int WARPGROUPS>
 __device__ __forceinline__ void expand_owned(const Params& p, const StreamWork& work,
                                              const StreamShared<TOKENS>& shared, float* deltas) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
+  int nth = Tile::LOOKUP_WARPS + static_cast<int>(threadIdx.x / 32);
+  StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, nth);
+  GroupWeights b;
+  if (item.has_outputs(work)) {
+    b.load(p, shared.tokens[item.start], item.n, 0);
+  }
+  wait_for_previous();
 #pragma unroll 1
-  for (int nth = Tile::EARLY_ITEMS + static_cast<int>(threadIdx.x / 32);; nth += Tile::MULTIPLY_WARPS) {
-    const StreamItem item = find_item<TOKENS, WARPGROUPS>(work, shared, nth);
-    if (item.start < 0) {
-      break;
-    }
-    if (item.n < work.part.n) {
+  while (item.start >= 0) {
+    if (item.has_outputs(work)) {
       GroupDeltas acc = {};
-      expand_group<TOKENS>(p, work, shared, item.start, item.n, acc);
+      expand_group<TOKENS>(p, work, shared, item.start, item.n, b, acc);
       leave_deltas<TOKENS, WARPGROUPS>(work, shared, item.start, item.n, acc, deltas);
     }
+    nth += Tile::MULTIPLY_WARPS;
+    item = find_item<TOKENS, WARPGROUPS>(work, shared, nth);
+    if (item.has_outputs(work)) {
+      b.load(p, shared.tokens[item.start], item.n, 0);
+    }
   }
-  barrier_sync(1, Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS);  // all deltas are there
+  barrier_sync(kDeltasThere, Tile::MULTIPLY_THREADS + Tile::LOOKUP_THREADS);
 }
 
 }  // namespace moelora::linear

@@ -57,6 +57,7 @@ bool launch_split(const DenseShrinkArgs& args, const CudaStream& state) {
   p.counts = args.lora->counts;
   p.max_segments = args.num_rows;
   p.rows = args.lora->sorted_rows;
+  p.x_ready = args.x_ready;
   return shrink_split::launch(p, state);
 }
 
@@ -69,6 +70,7 @@ void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream) {
   if (args.num_rows > FEW_ROWS_WHOLE && args.num_rows <= FEW_ROWS && launch_split(args, cuda_state(stream))) {
     return;
   }
+  MOELORA_ASSERT(args.x_ready == nullptr);  // who waits for it would wait for ever
   if (args.num_rows <= FEW_ROWS) {
     auto p = common_params<shrink_rows::Params>(args);
     p.segment_begin = args.lora->segment_begin;

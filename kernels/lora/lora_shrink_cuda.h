@@ -26,6 +26,9 @@ struct DenseShrinkArgs {
   const LoraBatch* lora = nullptr;  // not null
   float* out = nullptr;
   int32_t rank_stride = 0;  // floats, multiple of 8, >= any rank
+  // CudaStream's, for 9 to 64 rows on sm_90: the next kernel begins beside this one, is told that x is there, and
+  // clears the count.
+  uint32_t* x_ready = nullptr;
 };
 void lora_shrink_dense_cuda(const DenseShrinkArgs& args, Stream& stream);
 

@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// lora_shrink for 9 to 64 rows of dense linears, sm_90 and later: a cluster of 4 blocks takes 16 ranks of one module
-// for up to 8 rows of one adapter. The 12 warps of the cluster split K into contiguous ranges of 64-input blocks, four
-// to six each for 2880 to 4096 inputs; a warp sends each of its sums to the block that adds those up, in the order
-// of the warps. Everything but x is there since the step began, so segments and records are looked up, A is asked into
-// the L2 and its first blocks into registers before this kernel waits for x. A warp of each block does the look-ups,
-// with the segments in its lanes. Blocks are small, so that one fits beside a block of the product behind this kernel
-// (kernels/dense/linear_stream.cuh), whose weights are then under way, too.
-// Limited by latency: x, A from the L2, the barrier of the cluster. Included by lora_shrink_cuda.cu.
+// lora_shrink for 9 to 64 rows of dense linears, sm_90 and later: a cluster of 4 blocks takes 16 or 32 ranks of one
+// module for up to 8 rows of one adapter. The 12 warps of the cluster split K into contiguous ranges of 64-input
+// blocks, three to six each for 2048 to 4096 inputs; a warp sends each of its sums to the block that adds those up, in
+// the order of the warps. Everything but x is there since the step began, so segments and records are looked up and A
+// is copied to shared memory before this kernel waits for x. A warp of each block does the look-ups, with the segments
+// in its lanes. Blocks are small, so that one fits beside a block of the product behind this kernel
+// (kernels/dense/linear_stream.cuh), which begins as early and whose weights are under way, too. Limited by latency, of
+// loads that queue behind the product's: x, the barrier of the cluster. H200, 64 rows with 8 adapters, o of gpt-oss's
+// and of Qwen3-30B-A3B's shape, from the end of attention to the last sums: 8.3 and 6.5 us; of these x takes 3 to 4.
+// With two blocks of A at a time in registers, the others from the L2, 8.4 and 6.7 although the product began later.
+// After its last item a cluster used to look for another, 2 us. Included by lora_shrink_cuda.cu.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,9 +17,10 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/cuda/async_copy.cuh"
 #include "kernels/cuda/cluster.cuh"
+#include "kernels/cuda/counter.cuh"
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/mbarrier.cuh"
 #include "kernels/cuda/mma_tile.cuh"
 #include "kernels/lora/adapter_layout.h"
 #include "kernels/lora/lora_expand.cuh"
@@ -27,13 +31,14 @@ constexpr int kMaxRows = 64;
 constexpr int kCluster = 4;
 constexpr int kWarps = 3;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocksPerSm = 7;  // at most 96 registers a thread: what a block of the product leaves of an SM
+constexpr int kBlocksPerSm = 7;  // at most 80 registers a thread: what a block of the product leaves of an SM
 constexpr int kSlices = kCluster * kWarps;
 constexpr int kTokens = 8;
-constexpr int kPanels = 2;
-constexpr int kRanks = kPanels * kTileRanks;
-constexpr int kTogether = 2;       // 64-input blocks whose loads are in flight at once
-constexpr int kChunk = 16;         // blocks whose places a warp looks up at once, one a lane and panel
+constexpr int kGridPerSm = 3;  // blocks of the grid
+// Blocks of 64 inputs that a warp has in shared memory at once, at most, with `panels` of A.
+constexpr int held_blocks(int panels) {
+  return panels == 2 ? 6 : 4;
+}
 
 struct Params {
   AdapterTable table;
@@ -51,6 +56,8 @@ struct Params {
   const float* row_scale;
   float* out;  // [T, num_modules, rank_stride]
   int rank_stride;
+  uint32_t* x_ready;  // counted up when x is there; null: nobody reads it
+  int held;           // blocks of 64 inputs that a warp has in shared memory at once
 };
 
 // Lane i has segments i and i + 32.
@@ -92,12 +99,12 @@ struct Segments {
   }
 };
 
-// Up to 8 rows of one adapter and 16 ranks of one module, in shared memory: registers are short.
+// Up to 8 rows of one adapter and PANELS panels of one module, in shared memory: registers are short.
 struct Item {
-  bool ended;  // there is no such item
+  int num_items;  // in all; the rest is there if there is such an item
   int slot;
   int module;  // of the batch's modules
-  int pair;    // of panels
+  int first_panel;
   int count;
   int rank;
   float scale;  // of the record
@@ -108,20 +115,22 @@ struct Item {
 };
 
 // By a warp, whose lanes search together.
+template <int PANELS>
 __device__ __forceinline__ void find_item(const Params& p, int index, Item& item) {
+  constexpr int kRanks = PANELS * kTileRanks;
   const int lane = static_cast<int>(threadIdx.x % 32);
   Segments segments;
   segments.load(p);
-  const int pairs = (segments.max_rank + kRanks - 1) / kRanks;
-  const bool ended = index >= segments.num_tiles * p.num_modules * pairs;
+  const int parts = (segments.max_rank + kRanks - 1) / kRanks;
+  const int num_items = segments.num_tiles * p.num_modules * parts;
   if (lane == 0) {
-    item.ended = ended;
+    item.num_items = num_items;
   }
-  if (ended) {
+  if (index >= num_items) {
     return;
   }
-  const int pair = index % pairs;
-  index /= pairs;
+  const int part = index % parts;
+  index /= parts;
   const int module = index % p.num_modules;
   const int tile = index / p.num_modules;
   int first = 0;
@@ -145,7 +154,7 @@ __device__ __forceinline__ void find_item(const Params& p, int index, Item& item
   if (lane == 0) {
     item.slot = slot;
     item.module = module;
-    item.pair = pair;
+    item.first_panel = part * PANELS;
     item.count = count;
     item.rank = head.x;
     item.scale = __int_as_float(head.y);
@@ -158,115 +167,124 @@ __device__ __forceinline__ void find_item(const Params& p, int index, Item& item
   }
 }
 
-// Two panels of A in blocks [base, base + count): lane 2 i + j has the place in the pool of the granule of block i and
-// panel j, -1 beyond the rank.
+// A warp's blocks of A in shared memory, `held` at a time.
+template <int PANELS>
 struct Granules {
-  int mine;
-  int count;
+  std::byte* area;  // [held][PANELS]
+  uint64_t* there;  // barrier of one arrival
+  uint32_t parity;
 
-  __device__ __forceinline__ void locate(const Params& p, const Item& item, int base, int end) {
+  // Asks for `count` blocks from `first` on, more than none. By the warp, which has read what was there before.
+  __device__ __forceinline__ void ask(const Params& p, const Item& item, int first, int count) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-    const int panel = item.pair * kPanels + lane % kPanels;
-    count = min(end - base, kChunk);
-    mine = -1;
-    if (lane / kPanels < count && panel * kTileRanks < item.rank) {
-      const std::byte* address =
-          paged_granule(p.table, item.slot, item.a, item.pages, panel * blocks + base + lane / kPanels);
-      mine = static_cast<int>((address - p.table.pool) / static_cast<int64_t>(kGranuleBytes));
+    const int panels = min((item.rank + kTileRanks - 1) / kTileRanks - item.first_panel, PANELS);
+    if (lane == 0) {
+      mbarrier_arrive_expect(there, static_cast<uint32_t>(count * panels * kGranuleBytes));
+    }
+    __syncwarp();
+    static_assert(held_blocks(PANELS) * PANELS <= 32);
+    const int panel = lane % PANELS;
+    if (lane < count * PANELS && panel < panels) {
+      bulk_copy(area + lane * kGranuleBytes,
+                paged_granule(p.table, item.slot, item.a, item.pages,
+                              (item.first_panel + panel) * blocks + first + lane / PANELS),
+                kGranuleBytes, there);
     }
   }
-  // Those that are not loaded at once, into the L2.
-  __device__ __forceinline__ void prefetch(const Params& p) const {
-    if (mine >= 0 && static_cast<int>(threadIdx.x % 32) / kPanels >= kTogether) {
-      prefetch_l2_bulk(p.table.pool + mine * static_cast<int64_t>(kGranuleBytes), kGranuleBytes);
-    }
+  __device__ __forceinline__ void wait() {
+    mbarrier_wait(there, parity);
+    parity ^= 1;
   }
-  // This lane's chunks t and t + 4 of rank g of both panels, from block `first` of the chunk on.
-  __device__ __forceinline__ void load(const Params& p, uint4 (&a)[kTogether][kPanels][2], int first) const {
+  // This lane's chunk t + 4 c of rank g of a panel.
+  [[nodiscard]] __device__ __forceinline__ uint4 chunk(int block, int panel, int c) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int u = 0; u < kTogether; ++u) {
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const int at = __shfl_sync(0xffffffffu, mine, min((first + u) * kPanels + panel, 31));
-        const bool there = first + u < count && at >= 0;
-        const std::byte* const from =
-            p.table.pool + at * static_cast<int64_t>(kGranuleBytes) + (lane % 4 * 128 + lane / 4 * 16);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          a[u][panel][c] = zero_chunk();
-          if (there) {
-            a[u][panel][c] = load_streaming(from + c * 512);
-          }
-        }
-      }
-    }
+    return *reinterpret_cast<const uint4*>(area + (block * PANELS + panel) * kGranuleBytes + lane % 4 * 128 +
+                                           lane / 4 * 16 + c * 512);
   }
 };
 
-__device__ __forceinline__ void wait_for_x() {
+// `announces`: of one thread of the grid, until it has done so.
+__device__ __forceinline__ void wait_for_x(const Params& p, bool& announces) {
   wait_for_previous();
-  let_next_start();
+  if (announces) {
+    count_up(p.x_ready, 1);
+    announces = false;
+  }
+  if (p.x_ready == nullptr) {
+    let_next_start();
+  }
 }
 
 // acc += A x over blocks [begin, end). x: this lane's chunk of 8 inputs of its row in block 0, -1: there is no such
 // token. Waits for x in any case.
+template <int PANELS>
 __device__ __forceinline__ void multiply(const Params& p, const Item& item, int begin, int end, int x,
-                                         float (&acc)[4]) {
+                                         Granules<PANELS>& granules, bool& announces, float (&acc)[PANELS / 2][4]) {
+  constexpr int kHeld = held_blocks(PANELS);
   const int column = static_cast<int>(threadIdx.x % 32) % 4 * 8;
   if (begin == end) {
-    wait_for_x();
+    wait_for_x(p, announces);
   }
 #pragma unroll 1
-  for (int base = begin; base < end; base += kChunk) {
-    Granules granules;
-    granules.locate(p, item, base, end);
-#pragma unroll 1
-    for (int first = 0; first < granules.count; first += kTogether) {
-      uint4 a[kTogether][kPanels][2];
-      granules.load(p, a, first);
-      if (first == 0) {
-        granules.prefetch(p);
-        wait_for_x();
-      }
-      uint4 values[kTogether][2];
+  for (int base = begin; base < end; base += p.held) {
+    const int count = min(end - base, p.held);
+    granules.ask(p, item, base, count);
+    if (base == begin) {
+      wait_for_x(p, announces);
+    }
+    uint4 values[kHeld][2];
 #pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
+    for (int u = 0; u < kHeld; ++u) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int chunk = (base + first + u) * 8 + c * 4;
-          values[u][c] = zero_chunk();
-          if (x >= 0 && first + u < granules.count && chunk * 8 + column < p.k) {
-            values[u][c] = reinterpret_cast<const uint4*>(p.x)[x + chunk];
-          }
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < kTogether; ++u) {
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          mma_chunk(acc, a[u][0][c], a[u][1][c], values[u][c]);
+      for (int c = 0; c < 2; ++c) {
+        const int chunk = (base + u) * 8 + c * 4;
+        values[u][c] = zero_chunk();
+        if (x >= 0 && u < count && chunk * 8 + column < p.k) {
+          values[u][c] = reinterpret_cast<const uint4*>(p.x)[x + chunk];
         }
       }
     }
+    granules.wait();
+#pragma unroll
+    for (int u = 0; u < kHeld; ++u) {
+      if (u < count) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          uint4 a[PANELS];
+#pragma unroll
+          for (int panel = 0; panel < PANELS; ++panel) {
+            const bool there = (item.first_panel + panel) * kTileRanks < item.rank;
+            a[panel] = there ? granules.chunk(u, panel, c) : zero_chunk();
+          }
+#pragma unroll
+          for (int pair = 0; pair < PANELS / 2; ++pair) {
+            mma_chunk(acc[pair], a[2 * pair], a[2 * pair + 1], values[u][c]);
+          }
+        }
+      }
+    }
+    __syncwarp();  // the blocks are read
   }
 }
 
-// The sums that a block of the cluster adds up, of all warps: those of 8 lanes.
+// The sums that a block of the cluster adds up, of all warps: those of 8 lanes, of each pair of panels.
+template <int PANELS>
 struct Partial {
   static_assert(kCluster * 8 == 32);
-  float4 of_lane[kSlices][8];
-  static constexpr int kBytes = kSlices * 8 * static_cast<int>(sizeof(float4));
+  float4 of_lane[PANELS / 2][kSlices][8];
+  static constexpr int kBytes = PANELS / 2 * kSlices * 8 * static_cast<int>(sizeof(float4));
 };
 
-// This block's sums, scaled, to memory. By a warp.
-__device__ __forceinline__ void store_sums(const Params& p, const Item& item, const Partial& partial, int block) {
+// This block's sums of a pair of panels, scaled, to memory. By a warp.
+template <int PANELS>
+__device__ __forceinline__ void store_sums(const Params& p, const Item& item, const Partial<PANELS>& partial, int pair,
+                                           int block) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   float values[kSlices];
 #pragma unroll
   for (int slice = 0; slice < kSlices; ++slice) {
-    values[slice] = reinterpret_cast<const float*>(partial.of_lane[slice])[lane];
+    values[slice] = reinterpret_cast<const float*>(partial.of_lane[pair][slice])[lane];
   }
   float sum = 0.0f;
 #pragma unroll
@@ -275,95 +293,147 @@ __device__ __forceinline__ void store_sums(const Params& p, const Item& item, co
   }
   // Register lane % 4 of lane 8 block + lane / 4.
   const int token = lane / 4 % 4 * 2 + lane % 2;
-  const int rank = item.pair * kRanks + lane % 4 / 2 * kTileRanks + 2 * block + lane / 16;
-  if (token < item.count && rank / kTileRanks * kTileRanks < item.rank) {
+  const int panel = item.first_panel + 2 * pair + lane % 4 / 2;
+  const int rank = panel * kTileRanks + 2 * block + lane / 16;
+  if (token < item.count && panel * kTileRanks < item.rank) {
     const float scale = item.row_scale[token] * item.scale;
     p.out[(static_cast<int64_t>(item.row[token]) * p.num_modules + item.module) * p.rank_stride + rank] =
         rank < item.rank && scale != 0.0f ? sum * scale : 0.0f;
   }
 }
 
-// Grid: [cluster][block]. The next kernel starts when x is there.
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_split(const __grid_constant__ Params p) {
-#ifdef MOELORA_CLUSTERS
-  __shared__ Partial partial[2];  // of items in turn
-  __shared__ ClusterBarrier arrived[2];
-  __shared__ Item item;
-  __shared__ int first_block[kWarps + 1];  // of 64 inputs, of each warp
-  __shared__ int done;                     // items
-  const int block = static_cast<int>(blockIdx.x) % kCluster;
-  const int warp = static_cast<int>(threadIdx.x / 32);
+template <int PANELS>
+struct Shared {
+  Partial<PANELS> partial[2];  // of items in turn
+  ClusterBarrier arrived[2];
+  uint64_t granules_there[kWarps];
+  Item item;
+  int first_block[kWarps + 1];  // of 64 inputs, of each warp
+};
+
+// By the whole block; the other blocks of the cluster know the barriers after cluster_wait().
+template <int PANELS>
+__device__ __forceinline__ void begin(const Params& p, Shared<PANELS>& shared, int block) {
   if (threadIdx.x <= kWarps) {
     const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
-    first_block[threadIdx.x] = (block * kWarps + static_cast<int>(threadIdx.x)) * blocks / kSlices;
+    shared.first_block[threadIdx.x] = (block * kWarps + static_cast<int>(threadIdx.x)) * blocks / kSlices;
   }
   if (threadIdx.x == 0) {
-    done = 0;
-    arrived[0].init(1);
-    arrived[1].init(1);
+    shared.arrived[0].init(1);
+    shared.arrived[1].init(1);
+    for (int i = 0; i < kWarps; ++i) {
+      mbarrier_init(&shared.granules_there[i], 1);
+    }
+    publish_barriers();
   }
   __syncwarp();
   cluster_arrive();
-#pragma unroll 1
-  for (int index = static_cast<int>(blockIdx.x) / kCluster;; index += static_cast<int>(gridDim.x) / kCluster) {
-    if (warp == 0) {
-      find_item(p, index, item);
-    }
-    __syncthreads();  // the item is known
-    if (item.ended) {
-      break;
-    }
-    if (item.pair * kRanks < item.rank) {  // for all blocks of the cluster alike
-      const int lane = static_cast<int>(threadIdx.x % 32);
-      const bool there = lane / 4 < item.count;
-      const int x = there ? item.row[lane / 4] * static_cast<int>(p.x_stride / 8) + lane % 4 : -1;
-      float acc[4] = {};
-      multiply(p, item, first_block[warp], first_block[warp + 1], x, acc);
-      __syncwarp();
-      if (done == 0) {
-        cluster_wait();  // the barriers of the other blocks are there
-      }
-      Partial& sums = partial[done % 2];
-      ClusterBarrier& barrier = arrived[done % 2];
-      if (threadIdx.x == 0) {
-        barrier.arrive_and_expect(Partial::kBytes);
-      }
-      barrier.send(&sums.of_lane[block * kWarps + warp][lane % 8], lane / 8,
-                   make_float4(acc[0], acc[1], acc[2], acc[3]));
-      if (warp == 0) {
-        barrier.wait(static_cast<uint32_t>(done / 2 % 2));
-        store_sums(p, item, sums, block);
-      }
-      __syncthreads();  // all have sent
-      if (threadIdx.x == 0) {
-        ++done;
-      }
-    }
-    // All have done with the item. A block's sums of the next one say to the others that it has those of this one, so
-    // that two buffers are enough.
-    __syncthreads();
-  }
+}
+
+// The item in shared memory, this cluster's `done`-th.
+template <int PANELS>
+__device__ __forceinline__ void shrink_item(const Params& p, Shared<PANELS>& shared, int block, int done,
+                                            Granules<PANELS>& granules, bool& announces) {
+  const Item& item = shared.item;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int x = lane / 4 < item.count ? item.row[lane / 4] * static_cast<int>(p.x_stride / 8) + lane % 4 : -1;
+  float acc[PANELS / 2][4] = {};
+  multiply<PANELS>(p, item, shared.first_block[warp], shared.first_block[warp + 1], x, granules, announces, acc);
+  __syncwarp();
   if (done == 0) {
     cluster_wait();
   }
+  Partial<PANELS>& sums = shared.partial[done % 2];
+  ClusterBarrier& barrier = shared.arrived[done % 2];
+  if (threadIdx.x == 0) {
+    barrier.arrive_and_expect(Partial<PANELS>::kBytes);
+  }
+#pragma unroll
+  for (int pair = 0; pair < PANELS / 2; ++pair) {
+    barrier.send(&sums.of_lane[pair][block * kWarps + warp][lane % 8], lane / 8,
+                 make_float4(acc[pair][0], acc[pair][1], acc[pair][2], acc[pair][3]));
+  }
+  static_assert(PANELS / 2 <= kWarps);
+  if (warp < PANELS / 2) {
+    barrier.wait(static_cast<uint32_t>(done / 2 % 2));
+    store_sums<PANELS>(p, item, sums, warp, block);
+  }
+}
+
+// Grid: [cluster][block]. The next kernel begins beside this one if it is told of x, otherwise when x is there.
+template <int PANELS>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) lora_shrink_split(const __grid_constant__ Params p) {
+#ifdef MOELORA_CLUSTERS
+  extern __shared__ uint4 dynamic_shared[];
+  __shared__ Shared<PANELS> shared;
+  if (p.x_ready != nullptr) {
+    let_next_start();
+  }
+  const int block = static_cast<int>(blockIdx.x) % kCluster;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  begin(p, shared, block);
+  Granules<PANELS> granules{reinterpret_cast<std::byte*>(dynamic_shared) + warp * p.held * PANELS * kGranuleBytes,
+                            &shared.granules_there[warp], 0};
+  bool announces = blockIdx.x == 0 && threadIdx.x == 0 && p.x_ready != nullptr;
+  int done = 0;  // items
+  int num_items = 0;
+  int index = static_cast<int>(blockIdx.x) / kCluster;
+#pragma unroll 1
+  do {
+    if (warp == 0) {
+      find_item<PANELS>(p, index, shared.item);
+    }
+    __syncthreads();  // the item is known
+    num_items = shared.item.num_items;
+    if (index >= num_items) {
+      break;
+    }
+    if (shared.item.first_panel * kTileRanks < shared.item.rank) {  // for all blocks of the cluster alike
+      shrink_item(p, shared, block, done, granules, announces);
+      ++done;
+    }
+    index += static_cast<int>(gridDim.x) / kCluster;
+    // All have done with the item. A block's sums of the next one say to the others that it has those of this one, so
+    // that two buffers are enough.
+    __syncthreads();
+  } while (index < num_items);
+  if (done == 0) {
+    __syncwarp();
+    cluster_wait();
+  }
   if (static_cast<int>(blockIdx.x) < kCluster) {
-    wait_for_previous();  // so that the end of this kernel means that older ones have ended, whoever had work
+    wait_for_x(p, announces);  // so that the end of this kernel means that older ones have ended, whoever had work
   }
 #endif
 }
 
-inline bool launch(const Params& p, const CudaStream& state) {
-  static const bool usable = has_code(lora_shrink_split);
+template <int PANELS>
+bool launch_panels(Params p, const CudaStream& state) {
+  const auto kernel = lora_shrink_split<PANELS>;
+  static const bool usable = has_code(kernel);
   if (state.compute_capability < 90 || !usable) {
     return false;
   }
-  const int pairs = std::max((p.rank_stride + kRanks - 1) / kRanks, 1);
-  const int clusters =
-      std::min(p.max_segments * p.num_modules * pairs, kBlocksPerSm * state.num_sms / kCluster);
-  launch_dependent_clusters(lora_shrink_split, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads, 0,
-                            state, p);
+  const int blocks = (p.k + kTileColumns - 1) / kTileColumns;
+  p.held = std::clamp((blocks + kSlices - 1) / kSlices, 1, held_blocks(PANELS));
+  const auto shared = static_cast<size_t>(kWarps * p.held * PANELS * kGranuleBytes);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  kWarps * held_blocks(PANELS) * PANELS * kGranuleBytes),
+             "shared memory of the shrink");
+  prefer_shared(kernel, 100);  // as the product behind it
+  constexpr int kRanks = PANELS * kTileRanks;
+  const int parts = std::max((p.rank_stride + kRanks - 1) / kRanks, 1);
+  const int clusters = std::min(p.max_segments * p.num_modules * parts, kGridPerSm * state.num_sms / kCluster);
+  launch_dependent_clusters(kernel, static_cast<unsigned>(clusters * kCluster), kCluster, kThreads, shared, state, p);
   check_launch("lora_shrink");
   return true;
+}
+// 32 ranks an item where a block then holds all of them, so that of several modules a block fits beside every block of
+// the product.
+inline bool launch(const Params& p, const CudaStream& state) {
+  const bool wide = p.num_modules > 1 && p.k <= kSlices * held_blocks(4) * kTileColumns;
+  return wide ? launch_panels<4>(p, state) : launch_panels<2>(p, state);
 }
 
 }  // namespace moelora::shrink_split

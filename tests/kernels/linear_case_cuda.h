@@ -3,6 +3,7 @@
 // the stored values (the delta as B (A x), so that large shapes stay cheap).
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "kernels/dense/linear_path.h"
@@ -63,6 +64,9 @@ struct CudaLinearCase {
     args.scratch_bytes = scratch_bytes;
     launches = counts ? launches_of([&] { linear_cuda_by(path, args, *gpu()->stream); }) : 0;
     for (int32_t i = 0; i < repeats; ++i) {
+      if (ahead) {
+        ahead();
+      }
       linear_cuda_by(path, args, *gpu()->stream);
     }
     std::vector<std::vector<float>> result;
@@ -125,7 +129,8 @@ struct CudaLinearCase {
   bool accumulate = false;
   bool odd_stride = false;
   LinearPath path = LinearPath::kAuto;
-  int32_t repeats = 1;  // of the op, one behind the other; without `accumulate`
+  int32_t repeats = 1;          // of the op, one behind the other; without `accumulate`
+  std::function<void()> ahead;  // puts kernels on the stream before each of them
   bool counts = false;
   size_t launches = 0;  // of the last run's op, if it counts
 

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear_cuda of at most 8 rows with adapters by the paths of kernels/dense/linear_path.h: the formula in double, what
-// they fall back to, and their promises about bits.
+// they fall back to, and their promises about bits. And of more rows right behind the
+// linear that writes their x.
+#include <algorithm>
+#include <cmath>
 #include <limits>
 
+#include "kernels/cuda/cuda_stream.cuh"
 #include "tests/kernels/linear_lora_case_cuda.h"
 
 using namespace moelora;
@@ -195,6 +199,56 @@ TEST_CASE("linear_cuda of more rows or outputs is the same by each path") {
       lora.linear.path = path;
       CHECK(expected == lora.run(slots, scales));
       CHECK(lora.linear.launches == 2);
+    }
+  }
+}
+
+// The shrink and the products of the second begin while those of the first run, which writes their x.
+TEST_CASE("linear_cuda of 9 to 64 rows with adapters behind one that writes its x") {
+  if (gpu() == nullptr) {
+    return;
+  }
+  const std::vector<int32_t> ranks = {32, 8, 64, 7};
+  for (const int32_t rows : {9, 40, 64}) {
+    const LinearShape narrow{rows, 200, {520}};
+    const LinearShape wide{rows, 520, {200, 60, 8}};
+    INFO(text(narrow) << " before " << text(wide));
+    const auto seed = static_cast<uint32_t>(300 + rows);
+    LoraCase first(narrow, ranks, Dtype::kBf16, Dtype::kBf16, seed);
+    LoraCase second(wide, ranks, Dtype::kBf16, Dtype::kF32, seed + 10);
+    const std::vector<int32_t> slots = draw_slots(first.draw, rows, static_cast<int32_t>(ranks.size()));
+    const std::vector<float> scales = draw_scales(first.draw, rows);
+    CudaLinearCase& linear = second.linear;
+    const std::vector<std::vector<float>> x = first.run(slots, scales);
+    std::copy(x[0].begin(), x[0].end(), linear.x.begin());
+    const DeviceBuffer poison = device_rows(std::vector<float>(linear.x.size() * 2, NAN), Dtype::kBf16);
+    const LoraBatch* batch = first.device.batch(slots, scales);
+    const size_t scratch_bytes = first.device.scratch_bytes(static_cast<size_t>(rows), 200);
+    const DeviceBuffer scratch(scratch_bytes);
+    LinearArgs args;
+    args.x = {first.linear.x_device.data(), Dtype::kBf16, first.linear.x_stride()};
+    args.num_rows = rows;
+    args.k = narrow.k;
+    args.num_parts = 1;
+    args.layer = CudaLinearCase::kLayer;
+    args.lora = batch;
+    args.parts[0] = {first.linear.weights[0].view(),
+                     {},
+                     {linear.x_device.data(), Dtype::kBf16, linear.x_stride()},
+                     first.linear.modules[0]};
+    args.parts[0].weight.data = first.linear.weights_device[0].data();
+    args.scratch = scratch.as<std::byte>();
+    args.scratch_bytes = scratch_bytes;
+    linear.ahead = [&] {
+      cudaMemcpyAsync(linear.x_device.data(), poison.data(), static_cast<size_t>(rows * linear.x_stride()) * 2,
+                      cudaMemcpyDeviceToDevice, cuda_stream(*gpu()->stream));
+      linear_cuda(args, *gpu()->stream);
+    };
+    linear.repeats = 20;
+    const auto result = second.run(slots, scales);
+    check_values(linear, result, second.adapters);
+    for (int i = 0; i < 5; ++i) {
+      CHECK(result == second.run(slots, scales));
     }
   }
 }
