@@ -38,7 +38,7 @@ struct Shared {
   int items;
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t described[2];  // tokens and work are there
+  uint64_t described[2];  // tokens and work are there, by each lane of a warp
   uint64_t done[2];       // nobody needs them any more
 };
 // Arrivals that make a stage full: of all threads that bring weights or gather. A warp that writes its part itself
@@ -542,9 +542,7 @@ __device__ __forceinline__ void describe_items(const ExpertGemm& p, Shared& shar
       list_entries<GATE_UP>(p, work, tokens, shared.slots);
       __syncwarp();
     }
-    if (lane_index() == 0) {
-      mbarrier_arrive(&shared.described[nth % 2]);
-    }
+    mbarrier_arrive(&shared.described[nth % 2]);  // each lane for what it wrote
     ++nth;
   }
 }

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_prefill_wgmma(const __grid
       mbarrier_init(&shared.empty[i], BLOCKS * kMultiplyWarps);
     }
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(&shared.described[i], 1);
+      mbarrier_init(&shared.described[i], 32);
       mbarrier_init(&shared.done[i], kMultiplyWarps + kWeightWarps + 1);
     }
     publish_barriers();
