@@ -32,7 +32,8 @@ struct LinearPlan {
   int32_t part[3];   // parts of this pass
   int32_t begin[4];  // first ticket of each of them, and the end
   int32_t num_parts;
-  int32_t item_rows;  // adapter rows of an item of phase one
+  int32_t item_rows;    // adapter rows of an item of phase one
+  int32_t part_groups;  // 1: an item has them for all parts; else num_parts
   bool lora;          // any part of this pass adapted
 };
 
@@ -63,8 +64,9 @@ std::byte* beside_shrunk(const LinearPlan& plan, int32_t part, int32_t index) {
   return reinterpret_cast<std::byte*>(shrunk_row(plan, part, index) + plan.stride - kShrunkBeside);
 }
 
-// Shrinks eight ranks of the adapter rows begin .. end - 1 of a part, which share an adapter.
-void shrink(const LinearPlan& plan, const LoraTarget& target, int32_t part, int32_t panel, int32_t begin, int32_t end) {
+// Shrinks eight ranks of the adapter rows begin .. end - 1 of a part, at most kLoraRows, which share an adapter.
+void shrink(const LinearPlan& plan, const LoraTarget& target, int32_t part, int32_t panel, int32_t begin, int32_t end,
+            ReadSpans::Span next) {
   const LinearArgs& args = *plan.args;
   const LoraBatch& lora = *args.lora;
   const float* x[kLoraRows];
@@ -86,11 +88,13 @@ void shrink(const LinearPlan& plan, const LoraTarget& target, int32_t part, int3
     }
   }
   if (count > 0 && panel * kTileRanks < target.record->rank) {
-    shrink_panel(lora.table, target.slot, *target.record, panel, x, count, args.k, shrunk);
+    shrink_panel(lora.table, target.slot, *target.record, panel, x, count, args.k, shrunk, next);
   }
 }
 
-// One item of phase one: packs row `item`, or shrinks eight ranks of some adapter rows of a part.
+// One item of phase one: packs row `item`, or shrinks eight ranks of some adapter rows, of one part or part after part
+// of each adapter, whose matrices lie near each other. Of many adapters every matrix comes from memory: the next is
+// asked for while one is multiplied.
 void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
   const LinearArgs& args = *plan.args;
   if (item < args.num_rows) {
@@ -102,42 +106,48 @@ void prepare(const LinearPlan& plan, int32_t item, std::byte* scratch) {
   const int32_t panels = ceil_div(lora.max_rank, kTileRanks);
   const int32_t shrinks = item - args.num_rows;
   const int32_t panel = shrinks % panels;
-  const int32_t part = plan.part[shrinks / panels % plan.num_parts];
-  const int32_t first = shrinks / panels / plan.num_parts * plan.item_rows;
+  const int32_t num_parts = plan.num_parts / plan.part_groups;
+  const int32_t* const parts = plan.part + shrinks / panels % plan.part_groups * num_parts;
+  const int32_t first = shrinks / panels / plan.part_groups * plan.item_rows;
   const int32_t end = std::min(first + plan.item_rows, lora.num_rows);
   const auto slot_of = [&](int32_t index) { return lora.row_slot[lora.sorted_rows[index]]; };
-  LoraTarget target = lora_target(args, part, slot_of(first));
+  LoraTarget target = lora_target(args, parts[0], slot_of(first));
   for (int32_t begin = first, next = first; begin < end; begin = next) {
-    while (next < end && next - begin < kLoraRows && slot_of(next) == target.slot) {
+    while (next < end && slot_of(next) == target.slot) {
       ++next;
     }
-    LoraTarget ahead = target;
-    if (next < lora.num_rows && slot_of(next) != target.slot) {
-      ahead = lora_target(args, part, slot_of(next));
-      if (ahead.record != nullptr && panel * kTileRanks < ahead.record->rank) {
-        prefetch_shrink(lora.table, ahead.slot, *ahead.record, panel, args.k);
+    for (int32_t p = 0; p < num_parts; ++p) {
+      LoraTarget ahead = target;
+      if (p + 1 < num_parts) {
+        ahead = lora_target(args, parts[p + 1], target.slot);
+      } else if (next < lora.num_rows) {
+        ahead = lora_target(args, parts[0], slot_of(next));
       }
+      ReadSpans::Span span{};
+      if (ahead.record != nullptr && ahead.record != target.record && panel * kTileRanks < ahead.record->rank) {
+        span = span_of_shrink(lora.table, ahead.slot, *ahead.record, panel, args.k);
+      }
+      for (int32_t at = begin; at < next; at += kLoraRows, span.bytes = 0) {
+        shrink(plan, target, parts[p], panel, at, std::min(at + kLoraRows, next), span);
+      }
+      target = ahead;
     }
-    shrink(plan, target, part, panel, begin, next);
-    target = ahead;
   }
 }
 
-// The next rows of one adapter from `index` on, at most kLoraRows, among rows first .. first + count - 1 of the batch.
+// Some rows of one adapter, at most kLoraRows.
 struct LoraRun {
   const AdapterRow* row = nullptr;  // the first
   LoraSums sums[kLoraRows];
   int32_t count = 0;
 };
-HWY_INLINE LoraRun next_run(const LinearPlan& plan, int32_t part, int32_t first, int32_t count, float* sums,
-                            int32_t& index) {
+// The run that begins at indices[at] and ends before `end`; moves `at` behind it.
+HWY_INLINE LoraRun next_run(const LinearPlan& plan, int32_t part, int32_t first, const int32_t* indices, int32_t end,
+                            float* sums, int32_t& at) {
   const LoraBatch& lora = *plan.args->lora;
   LoraRun run;
-  for (; index < lora.num_rows && run.count < kLoraRows; ++index) {
-    const int32_t at = lora.sorted_rows[index] - first;
-    if (at < 0 || at >= count) {
-      continue;
-    }
+  for (; at < end && run.count < kLoraRows; ++at) {
+    const int32_t index = indices[at];
     const auto* const row = reinterpret_cast<const AdapterRow*>(beside_shrunk(plan, part, index));
     if (row->record == nullptr) {
       continue;
@@ -147,21 +157,32 @@ HWY_INLINE LoraRun next_run(const LinearPlan& plan, int32_t part, int32_t first,
     } else if (row->slot != run.row->slot) {
       break;
     }
-    run.sums[run.count++] = {shrunk_row(plan, part, index), sums + at * kTileOutputs, row->scale};
+    const int32_t sum = (lora.sorted_rows[index] - first) * kTileOutputs;
+    run.sums[run.count++] = {shrunk_row(plan, part, index), sums + sum, row->scale};
   }
   return run;
 }
 
+// Rows first .. first + count - 1 of the batch; count <= kTileRows.
 void add_lora(const LinearPlan& plan, int32_t part, int32_t n, int32_t outputs, int32_t first, int32_t count,
               float* sums) {
+  const LoraBatch& lora = *plan.args->lora;
+  // Which of the sorted rows are here follows no pattern where adapters are many: chosen without a branch.
+  int32_t indices[kTileRows + 1];
+  int32_t end = 0;
+  for (int32_t index = 0; index < lora.num_rows; ++index) {
+    indices[end] = index;
+    const int32_t at = lora.sorted_rows[index] - first;
+    end += static_cast<int32_t>(static_cast<uint32_t>(at) < static_cast<uint32_t>(count));
+  }
   // One behind, so that what a row needs is on its way while the row before it is done.
-  int32_t index = 0;
-  for (LoraRun run = next_run(plan, part, first, count, sums, index); run.row != nullptr;) {
-    const LoraRun next = next_run(plan, part, first, count, sums, index);
+  int32_t at = 0;
+  for (LoraRun run = next_run(plan, part, first, indices, end, sums, at); run.row != nullptr;) {
+    const LoraRun next = next_run(plan, part, first, indices, end, sums, at);
     if (next.row != nullptr && next.row->slot != run.row->slot) {
       prefetch_expand(*next.row->record, next.row->b, n, outputs);
     }
-    expand_add(plan.args->lora->table, run.row->slot, *run.row->record, run.row->b, run.sums, run.count, n, outputs);
+    expand_add(lora.table, run.row->slot, *run.row->record, run.row->b, run.sums, run.count, n, outputs);
     run = next;
   }
 }
@@ -263,7 +284,9 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
     total += args.parts[p].weight.rows;
   }
   plan.by_classes = args.num_rows > kClassesRows;
-  plan.outputs = tile_outputs(args.k, 1, plan.by_classes, total, stream.num_threads());
+  // Each tile goes through all rows and their adapters: with many rows, as few tiles as workers of unlike speed allow.
+  const int tiles = args.num_rows > kInPlaceRows ? 8 : 32;
+  plan.outputs = tile_outputs(args.k, 1, plan.by_classes, total, stream.num_threads(), tiles);
   const bool lora = args.lora != nullptr && args.lora->num_rows > 0 && args.lora->max_rank > 0;
   for (int32_t p = 0; p < args.num_parts; ++p) {
     if (pack_order(stored_as(args.parts[p].weight.dtype)) != order) {
@@ -284,7 +307,9 @@ void run_pass(const LinearArgs& args, PackOrder order, Stream& stream) {
     plan.stride = shrunk_stride(args.lora->max_rank);
     // Few rows are handed out one by one, so that every worker has some.
     plan.item_rows = args.lora->num_rows >= 16 * stream.num_threads() ? 2 * kLoraRows : 1;
-    items += ceil_div(args.lora->num_rows, plan.item_rows) * plan.num_parts * ceil_div(args.lora->max_rank, kTileRanks);
+    plan.part_groups = plan.item_rows == 1 ? plan.num_parts : 1;
+    items += ceil_div(args.lora->num_rows, plan.item_rows) * plan.part_groups *
+             ceil_div(args.lora->max_rank, kTileRanks);
   }
   stream.parallel_for(static_cast<size_t>(items), [&](size_t item, int worker) HWY_ATTR {
     prepare(plan, static_cast<int32_t>(item), stream.scratch(worker));

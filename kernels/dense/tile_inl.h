@@ -55,13 +55,17 @@ struct TileWeights {
 
 // Outputs of a tile, of each matrix: a multiple of 8, so that tiles meet the cores of LoRA's B. By classes as many as
 // registers are made for; else few enough that a widened tile stays in L2 beside its rows and that `total` outputs
-// make several tiles for every worker, if there is more than one.
-inline int32_t tile_outputs(int32_t k, int32_t matrices, bool by_classes, int64_t total, int threads) {
+// make `each` tiles for every worker, if there is more than one. A power of two then: no tile reads parts of two
+// granules of B.
+inline int32_t tile_outputs(int32_t k, int32_t matrices, bool by_classes, int64_t total, int threads, int each = 32) {
   if (by_classes) {
     return kTileOutputs / matrices;
   }
   const int64_t fit = static_cast<int64_t>(kWidenedBytes / 2) / (padded_k(k) * 4 * matrices);
-  const int64_t share = threads == 1 ? kTileOutputs : total / (32 * threads);
+  int64_t share = kTileOutputs;
+  while (threads > 1 && share > 8 && share * each * threads > total) {
+    share /= 2;
+  }
   return static_cast<int32_t>(std::clamp<int64_t>(std::min(fit, share) / 8 * 8, 8, kTileOutputs));
 }
 
@@ -123,11 +127,12 @@ class Prefetcher {
         lines_(matrices_ * bytes_ / 64 / calls + 1),
         spans_(tile.beside != nullptr ? tile.beside->spans : nullptr),
         spans_end_(tile.beside != nullptr ? spans_ + tile.beside->count : nullptr),
-        span_lines_(tile.beside != nullptr ? tile.beside->num_bytes / 64 / calls + 1 : 0) {}
+        span_chunks_(tile.beside != nullptr ? tile.beside->num_bytes / kChunkBytes / calls + 1 : 0) {}
   HWY_INLINE void step() {
-    for (int64_t line = 0; line < span_lines_ && spans_ != spans_end_; ++line) {
-      __builtin_prefetch(spans_->first + span_at_, 0, 2);
-      span_at_ += 64;
+    for (int64_t chunk = 0; chunk < span_chunks_ && spans_ != spans_end_; ++chunk) {
+#pragma GCC unroll 4
+      for (int32_t line = 0; line < kChunkBytes; line += 64) __builtin_prefetch(spans_->first + span_at_ + line, 0, 2);
+      span_at_ += kChunkBytes;
       if (span_at_ >= spans_->bytes) {
         span_at_ = 0;
         ++spans_;
@@ -145,13 +150,15 @@ class Prefetcher {
   }
 
  private:
+  static constexpr int32_t kChunkBytes = 256;  // of a span; a span may end within one
+
   const TileWeights& tile_;
   int32_t matrices_;
   int64_t bytes_;
   int64_t lines_;
   const ReadSpans::Span* spans_;
   const ReadSpans::Span* spans_end_;
-  int64_t span_lines_;
+  int64_t span_chunks_;
   int32_t span_at_ = 0;
   int64_t at_ = 0;
   int32_t matrix_ = 0;

@@ -10,6 +10,9 @@
 #define MOELORA_KERNELS_LORA_LORA_INL_H_
 #endif
 
+#include <algorithm>
+#include <iterator>
+
 #include "kernels/base/read_spans.h"
 #include "kernels/base/simd_inl.h"
 #include "kernels/lora/adapter_layout.h"
@@ -115,10 +118,16 @@ HWY_INLINE void shrink_row_f32(const Granules& a, const float* x, int32_t k, flo
   reduce_core(acc, shrunk);
 }
 
+HWY_INLINE void prefetch_granule(const std::byte* granule) {
+#pragma GCC unroll 16
+  for (size_t at = 0; at < kGranuleBytes; at += 64) __builtin_prefetch(granule + at, 0, 2);
+}
+
 // Two bf16 lie in the 32 bits of a lane: they part by a shift and a mask, and meet the even and the odd elements of x,
 // which are parted once for all ranks. Four lanes, one block of 128 bits, are eight elements of one rank.
 template <int kRows>
-HWY_INLINE void shrink_rows_bf16(const Granules& a, const float* const* x, int32_t k, float* const* shrunk) {
+HWY_INLINE void shrink_rows_bf16(const Granules& a, const float* const* x, int32_t k, float* const* shrunk,
+                                 ReadSpans::Span next) {
   const FloatTag d;
   constexpr int kVectors = 32 / kLanes;  // of a core
   FloatVec acc[kRows][kVectors][2];
@@ -130,6 +139,9 @@ HWY_INLINE void shrink_rows_bf16(const Granules& a, const float* const* x, int32
   alignas(64) float parted[kRows][kTileColumns];
   for (int32_t tile = 0; tile * kTileColumns < k; ++tile) {
     const auto* core = reinterpret_cast<const uint8_t*>(a.at(tile));
+    if (tile * int32_t{kGranuleBytes} < next.bytes) {
+      prefetch_granule(next.first + tile * int64_t{kGranuleBytes});
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       float rest[kTileColumns];
@@ -182,15 +194,27 @@ HWY_INLINE void with_lora_rows(int32_t rows, const Run& run) {
   }
 }
 
-// shrunk[r][0 .. 7] = A x[r] for eight ranks and `rows` <= kLoraRows rows; x natural order, k wide.
+// What shrink_panel will read, as far as it lies in one page. Adapters of a batch are read once a step: unless asked
+// for before, each matrix is waited for.
+HWY_INLINE ReadSpans::Span span_of_shrink(const AdapterTable& table, int32_t slot, const LoraRecord& record,
+                                          int32_t panel, int32_t k) {
+  const int32_t granules = ceil_div(k, kTileColumns) * tile_granules(static_cast<Dtype>(record.dtype));
+  const int32_t first = record.a + panel * granules;
+  return {table.granule(slot, first), std::min(granules, table.run(first)) * int32_t{kGranuleBytes}};
+}
+
+// shrunk[r][0 .. 7] = A x[r] for eight ranks and `rows` <= kLoraRows rows; x natural order, k wide. `next` is read
+// after this: memory works on it while the rows are multiplied.
 HWY_INLINE void shrink_panel(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t panel,
-                             const float* const* x, int32_t rows, int32_t k, float* const* shrunk) {
+                             const float* const* x, int32_t rows, int32_t k, float* const* shrunk,
+                             ReadSpans::Span next = {}) {
   const int32_t granules = ceil_div(k, kTileColumns) * tile_granules(static_cast<Dtype>(record.dtype));
   const Granules a(table, slot, record.a + panel * granules, granules);
   if (record.dtype == static_cast<int32_t>(Dtype::kBf16)) {
-    with_lora_rows(rows, [&](auto count) HWY_ATTR { shrink_rows_bf16<count>(a, x, k, shrunk); });
+    with_lora_rows(rows, [&](auto count) HWY_ATTR { shrink_rows_bf16<count>(a, x, k, shrunk, next); });
     return;
   }
+  for (int32_t at = 0; at < std::min(next.bytes, 4096); at += kGranuleBytes) prefetch_granule(next.first + at);
   for (int32_t r = 0; r < rows; ++r) {
     shrink_row_f32(a, x[r], k, shrunk[r]);
   }
@@ -321,24 +345,21 @@ HWY_INLINE void expand_add(const AdapterTable& table, int32_t slot, const LoraRe
   }
 }
 
-// Asks for what shrink_panel and expand_add will read first. Adapters of a batch are read once a step: without this
-// each row waits for memory, a few lines at a time.
-HWY_INLINE void prefetch_shrink(const AdapterTable& table, int32_t slot, const LoraRecord& record, int32_t panel,
-                                int32_t k) {
-  constexpr int32_t kBytesMost = 4096;
-  const int32_t granules = ceil_div(k, kTileColumns) * tile_granules(static_cast<Dtype>(record.dtype));
-  const std::byte* tiles = table.granule(slot, record.a + panel * granules);
-  for (int32_t at = 0; at < std::min(granules * int32_t{kGranuleBytes}, kBytesMost); at += 64) {
-    __builtin_prefetch(tiles + at, 0, 2);
-  }
-}
-// The matrices of share `part` of `parts` of what comes after this op.
+// The matrices of share `part` of `parts` of what comes after this op, unless they are so many that L2 would lose them
+// again, and what this op works on with them.
 inline void add_shrinks_ahead(const LoraAhead& ahead, int32_t part, int32_t parts, ReadSpans& spans) {
   constexpr int32_t kBytesMost = 16384;
+  constexpr int64_t kBytesTogether = 640 << 10;
   if (ahead.lora == nullptr) {
     return;
   }
   const int32_t segments = ahead.lora->num_segments;
+  const auto matrices = std::count_if(std::begin(ahead.modules), std::end(ahead.modules),
+                                      [](LoraModule module) { return module != LoraModule::kNone; });
+  if (matrices * segments * matrix_granules(ahead.lora->max_rank, ahead.k, Dtype::kBf16) * int64_t{kGranuleBytes} >
+      kBytesTogether) {
+    return;
+  }
   const auto end = static_cast<int32_t>(static_cast<int64_t>(part + 1) * segments / parts);
   for (auto s = static_cast<int32_t>(static_cast<int64_t>(part) * segments / parts); s < end; ++s) {
     for (const LoraModule module : ahead.modules) {
