@@ -8,7 +8,8 @@
 //     before it writes anything. Then the end of a kernel means that all older ones have ended, too.
 //   - A kernel may read before its wait only what was complete before the kernel ahead of it passed its own wait, if
 //     that one passes its wait before it calls let_next_start(). An op that relies on another op for that says so at
-//     its arguments (moe_down.h, moe_combine.h).
+//     its arguments (moe_down.h, moe_combine.h). Otherwise it must be told by a kernel that has passed its wait
+//     (kernels/cuda/counter.cuh): several kernels that have let the next one start and wait may be there at a time.
 //   - What was complete before the first kernel of a step, which is a plain launch, can always be read: what the host
 //     wrote or copied (weights, positions, block tables), adapters and their records, K and V of earlier steps.
 // Kernels of plain launches wait for the end of everything older.
