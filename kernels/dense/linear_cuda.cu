@@ -118,7 +118,7 @@ int fill_parts(const LinearArgs& args, Params& common) {
 }
 
 // Fills what LoRA needs. Returns the shrink, without modules if there is none.
-DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
+DenseShrinkArgs prepare_lora(const LinearArgs& args, uint32_t* x_ready, Params& p) {
   DenseShrinkArgs shrink;
   for (int i = 0; i < args.num_parts; ++i) {
     p.parts[i].module = -1;
@@ -141,6 +141,7 @@ DenseShrinkArgs prepare_lora(const LinearArgs& args, Params& p) {
   const size_t shrunk_bytes = static_cast<size_t>(args.num_rows) * static_cast<size_t>(shrink.num_modules) *
                               static_cast<size_t>(shrink.rank_stride) * sizeof(float);
   MOELORA_ASSERT(args.scratch_bytes >= shrunk_bytes);
+  p.x_ready = x_ready;
   p.table = args.lora->table;
   p.row_slot = args.lora->row_slot;
   p.sorted_rows = args.lora->sorted_rows;
@@ -163,6 +164,15 @@ bool has_bf16_weights(const LinearArgs& args) {
   return all;
 }
 
+// One launch of all parts, in tiles of 16 outputs.
+Launch launch_of_all(const LinearArgs& args, const Params& common) {
+  Launch all(common);
+  for (int i = 0; i < args.num_parts; ++i) {
+    all.add(common.parts[i], 16);
+  }
+  return all;
+}
+
 // The whole of an op of few rows in one launch. False: nothing was launched.
 bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& common, const DenseShrinkArgs& shrink,
                      Stream& stream) {
@@ -170,11 +180,7 @@ bool launch_few_rows(LinearPath path, const LinearArgs& args, const Params& comm
   if (!wanted || shrink.num_modules == 0 || args.num_rows > SKINNY_ROWS_ALONE || !has_bf16_weights(args)) {
     return false;
   }
-  Launch all(common);
-  for (int i = 0; i < args.num_parts; ++i) {
-    all.add(common.parts[i], 16);
-  }
-  return linear::launch_beside(all, shrink, args.scratch_bytes, cuda_state(stream));
+  return linear::launch_beside(launch_of_all(args, common), shrink, args.scratch_bytes, cuda_state(stream));
 }
 
 // LoRA, and bias where the product left it out, of parts whose products are in memory.
@@ -197,13 +203,9 @@ bool is_streamed(int rows, bool large) {
 
 // The shrink and the products of all parts, which start side by side. False: nothing was launched.
 bool launch_streamed(const LinearArgs& args, const Params& common, DenseShrinkArgs shrink, Stream& stream) {
-  Launch all(common);
-  for (int i = 0; i < args.num_parts; ++i) {
-    all.add(common.parts[i], 16);
-  }
   const CudaStream& state = cuda_state(stream);
   linear::StreamLaunch products;
-  if (!has_bf16_weights(args) || !linear::prepare_stream(all, state, products)) {
+  if (!has_bf16_weights(args) || !linear::prepare_stream(launch_of_all(args, common), state, products)) {
     return false;
   }
   if (shrink.num_modules > 0) {
@@ -224,7 +226,7 @@ void linear_cuda_by(LinearPath path, const LinearArgs& args, Stream& stream) {
   }
   Params common{};
   const int tiles = fill_parts(args, common);
-  const DenseShrinkArgs shrink = prepare_lora(args, common);
+  const DenseShrinkArgs shrink = prepare_lora(args, cuda_state(stream).x_ready, common);
   if (launch_few_rows(path, args, common, shrink, stream)) {
     return;
   }

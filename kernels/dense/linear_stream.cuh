@@ -556,10 +556,9 @@ struct StreamLaunch {
 };
 
 template <int TOKENS, int WARPGROUPS>
-bool prepare_stream_tile(const Launch& launch, int size, uint32_t* x_ready, StreamLaunch& ready) {
+bool prepare_stream_tile(const Launch& launch, int size, StreamLaunch& ready) {
   using Tile = StreamTile<TOKENS, WARPGROUPS>;
   ready.params.base = launch.params;
-  ready.params.base.x_ready = x_ready;
   if (size == 0 || !make_stream_maps(ready.params, TOKENS, Tile::OUTPUTS)) {
     return false;
   }
@@ -573,18 +572,18 @@ bool prepare_stream_tile(const Launch& launch, int size, uint32_t* x_ready, Stre
   return true;
 }
 template <int TOKENS>
-bool prepare_stream_rows(const Launch& launch, const CudaStream& state, StreamLaunch& ready) {
+bool prepare_stream_rows(const Launch& launch, int num_sms, StreamLaunch& ready) {
   const Launch narrow = launch.with_width(64);
-  if (narrow.params.num_tiles * kStreamCluster <= state.num_sms) {
-    return prepare_stream_tile<TOKENS, 1>(narrow, stream_cut_of<TOKENS, 1>(narrow).size, state.x_ready, ready);
+  if (narrow.params.num_tiles * kStreamCluster <= num_sms) {
+    return prepare_stream_tile<TOKENS, 1>(narrow, stream_cut_of<TOKENS, 1>(narrow).size, ready);
   }
   const Launch middle = launch.with_width(128);
   const Launch wide = launch.with_width(192);
   const StreamCut middle_cut = stream_cut_of<TOKENS, 2>(middle);
   const StreamCut wide_cut = stream_cut_of<TOKENS, 3>(wide);
   return wide_cut.size != 0 && wide_cut.cost < middle_cut.cost
-             ? prepare_stream_tile<TOKENS, 3>(wide, wide_cut.size, state.x_ready, ready)
-             : prepare_stream_tile<TOKENS, 2>(middle, middle_cut.size, state.x_ready, ready);
+             ? prepare_stream_tile<TOKENS, 3>(wide, wide_cut.size, ready)
+             : prepare_stream_tile<TOKENS, 2>(middle, middle_cut.size, ready);
 }
 // Whether the code for sm_90a is there.
 inline bool can_stream(const CudaStream& state) {
@@ -593,11 +592,11 @@ inline bool can_stream(const CudaStream& state) {
 }
 // False: it cannot be launched.
 inline bool prepare_stream(const Launch& launch, const CudaStream& state, StreamLaunch& ready) {
-  if (!can_stream(state) || (launch.params.num_modules > 0 && state.x_ready == nullptr)) {
+  if (!can_stream(state) || (launch.params.num_modules > 0 && launch.params.x_ready == nullptr)) {
     return false;
   }
-  return launch.params.num_rows <= 32 ? prepare_stream_rows<32>(launch, state, ready)
-                                      : prepare_stream_rows<64>(launch, state, ready);
+  return launch.params.num_rows <= 32 ? prepare_stream_rows<32>(launch, state.num_sms, ready)
+                                      : prepare_stream_rows<64>(launch, state.num_sms, ready);
 }
 
 }  // namespace moelora::linear

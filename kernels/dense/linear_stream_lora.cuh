@@ -23,12 +23,12 @@ namespace moelora::linear {
 constexpr int kStreamRows = 64;  // at most
 constexpr int kStreamCluster = 8;
 constexpr int kStreamStages = 16;           // at most
-constexpr int kStreamShared = 227 * 1024;   // of a multiprocessor, for one block
 constexpr int kBoxBytes = 2 * kBoxColumns;  // of a row
 constexpr int kBoxAlignment = 1024;
 constexpr int kTokenGroup = 8;            // rows of one adapter whose deltas are one product
 constexpr int kSharedOfAll = 228 * 1024;  // of a multiprocessor, with kSharedOfBlock for each of its blocks
 constexpr int kSharedOfBlock = 1024;
+constexpr int kStreamShared = kSharedOfAll - kSharedOfBlock;  // of a block that is alone
 constexpr int kShrinkShared = 57 * 1024;  // of a block of the shrink, which is to fit beside one of the product
 
 // Barriers of the block.
@@ -81,7 +81,7 @@ struct StreamTile {
   static constexpr int MAX_STAGES = std::min(
       kStreamStages, (kStreamShared - kBoxAlignment - static_cast<int>(sizeof(StreamShared<TOKENS>))) / STAGE_BYTES);
   static constexpr int LORA_STAGES =  // at most, with a block of the shrink beside it
-      std::min(MAX_STAGES, (kSharedOfAll - 2 * kSharedOfBlock - kShrinkShared - kBoxAlignment -
+      std::min(MAX_STAGES, (kStreamShared - kSharedOfBlock - kShrinkShared - kBoxAlignment -
                             static_cast<int>(sizeof(StreamShared<TOKENS>))) /
                                STAGE_BYTES);
   static constexpr int MIN_STAGES = (2 * SUMS_BYTES + STAGE_BYTES - 1) / STAGE_BYTES;  // sums and deltas

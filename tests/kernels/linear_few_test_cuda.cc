@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // linear_cuda of at most 8 rows with adapters by the paths of kernels/dense/linear_path.h: the formula in double, what
-// they fall back to, and their promises about bits. And of more rows right behind the
-// linear that writes their x.
+// they fall back to, and their promises about bits. And of more rows right behind the linear that writes their x.
 #include <algorithm>
 #include <cmath>
 #include <limits>
